@@ -20,7 +20,7 @@ CTEST := ctest --output-on-failure --no-tests=error
 
 heading = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help train build test check fix bench docs size wheel sanitize clean test-native test-python test-quick test-all test-loaded host-tools
+.PHONY: help train build test check fix bench docs size wheel sanitize clean test-native test-python test-quick test-all test-loaded soak host-tools
 .NOTPARALLEL:
 
 help:  ## say what the verbs do
@@ -42,14 +42,16 @@ test-native: build  ## the C++ tests
 	cmake --build build/native -j $(JOBS)
 	cd build/native && $(CTEST)
 
-# Tests with several hosts run sshd in network namespaces. Where these commands cannot be had, those tests are skipped.
+# Tests with several hosts run sshd in network namespaces, those of Slurm its daemons. Where these commands cannot be had,
+# those tests are skipped.
 host-tools:
-	@PATH="$$PATH:/usr/sbin"; if ! { command -v sshd && command -v ip; } > /dev/null; then \
+	@PATH="$$PATH:/usr/sbin"; if ! { command -v sshd && command -v ip && command -v slurmd && command -v munged; } \
+	    > /dev/null; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-	    echo "installing openssh-server and iproute2 for the tests with several hosts"; \
-	    { apt-get update && apt-get install --yes --no-install-recommends openssh-server openssh-client iproute2; } \
-	      > /dev/null 2>&1 || echo "that failed: the tests with several hosts are skipped"; \
-	  else echo "no sshd or ip here: the tests with several hosts are skipped"; fi; fi
+	    echo "installing openssh-server, iproute2, Slurm and munge for the tests with several hosts and with Slurm"; \
+	    { apt-get update && apt-get install --yes --no-install-recommends openssh-server openssh-client iproute2 \
+	      slurm-wlm munge; } > /dev/null 2>&1 || echo "that failed: tests that need what is missing are skipped"; \
+	  else echo "no sshd, ip, slurmd or munged here: tests that need what is missing are skipped"; fi; fi
 
 test-python: build host-tools  ## the Python tests; ARGS goes to pytest
 	$(call heading,Python tests)
@@ -60,6 +62,10 @@ test-quick: .venv/.ready $(LIBRARY)  ## the inner loop: unit and conformance tes
 
 test-loaded: build host-tools  ## the Python tests beside two busy processes; adds a line to test-loaded.log
 	$(BIN)/python tools/busy.py -n 2 --log test-loaded.log $(BIN)/pytest $(ARGS)
+
+soak: .venv/.ready $(LIBRARY) host-tools  ## an elastic job under faults for 30 minutes, and its goodput for 45; ARGS goes to both
+	$(BIN)/python -m tests.jobs.soak chaos $(ARGS)
+	$(BIN)/python -m tests.jobs.soak goodput $(ARGS)
 
 check: .venv/.ready  ## lint, formats, types, architecture
 	$(call heading,lint and formats)

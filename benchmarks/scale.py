@@ -320,7 +320,7 @@ def count_sockets(size: int) -> list[SocketCount]:
     slot_bytes = RANKS_PER_HOST * 72 * 1024
     with ExitStack() as opened:
         opened.callback(links.close)
-        for name in ("ordered", "plan"):
+        for name in ("ordered", "negotiated", "plan"):
             segments: dict[int, int] = {}
             for rank, host in enumerate(hosts):
                 params = make_channel_params(hosts, rank, slot_bytes, 16 * 1024, 0)
@@ -346,9 +346,9 @@ def count_sockets(size: int) -> list[SocketCount]:
             return Call(kind, DType.FLOAT32, spans=spans, description=kind.name, pre_agreed=pre_agreed, **more)
 
         run("broadcast of the parameters", 0, make_call(OperationKind.BROADCAST, 100_000, peer=0))
-        run("agreement on the buckets", 0, make_call(OperationKind.ALLGATHER, 4, counts=(4,) * size))
-        run("a small bucket", 1, make_call(OperationKind.ALLREDUCE, 100, pre_agreed=True))
-        run("a large bucket", 1, make_call(OperationKind.ALLREDUCE, array.size, pre_agreed=True))
+        run("agreement on the buckets", 1, make_call(OperationKind.ALLGATHER, 4, pre_agreed=True, counts=(4,) * size))
+        run("a small bucket", 2, make_call(OperationKind.ALLREDUCE, 100, pre_agreed=True))
+        run("a large bucket", 2, make_call(OperationKind.ALLREDUCE, array.size, pre_agreed=True))
         run("an allreduce without a name", 0, make_call(OperationKind.ALLREDUCE, 100))
     return counts
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import IO
 
+from ronde.coordinator.membership import ElasticLimits
 from ronde.coordinator.server import CoordinatorServer
 from ronde.net.keys import JobKey, new_job_key
 from ronde.observe.stacks import RankStack
@@ -39,35 +40,52 @@ class LocalJob:
         outputs: Sequence[IO[bytes]],
         env: Mapping[str, str] | None = None,
         settings: Settings | None = None,
+        limits: ElasticLimits | None = None,
     ) -> None:
         """Start `argv` num_ranks times. Settings that differ from their defaults are passed on to the ranks; `outputs`
-        takes what each rank prints, errors included."""
+        takes what each rank prints, errors included. With limits the job is elastic: ranks are workers, and there may
+        be further ones."""
         settings, key = settings or Settings(), new_job_key()
-        self.coordinator = CoordinatorServer("127.0.0.1", 0, num_ranks, JobKey(key), settings=settings, rounds=None)
+        self.coordinator = CoordinatorServer(
+            "127.0.0.1", 0, num_ranks, JobKey(key), settings=settings, rounds=None, limits=limits
+        )
+        self._argv = argv
+        self._num_ranks = num_ranks
+        self._is_elastic = limits is not None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._codes: dict[int, int] = {}
         # One thread per rank, owned by the job: it waits for the end of the process and tells the coordinator.
         self._watchers: list[threading.Thread] = []
         job = {"SIZE": num_ranks, "COORDINATOR": self.coordinator.address, "COORDINATOR_HOSTED": 1, "KEY": key}
         given = {**changed_settings(settings), **{f"{PREFIX}{name}": str(value) for name, value in job.items()}}
+        self._env = {**os.environ, **(env or {}), **given}
         try:
-            for rank, output in enumerate(outputs):
-                process = subprocess.Popen(
-                    argv,
-                    env={**os.environ, **(env or {}), **given, f"{PREFIX}RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                self._processes.append(process)
-                watcher = threading.Thread(target=self._watch, args=(rank, process.pid), name=f"watches rank {rank}")
-                self._watchers.append(watcher)
-                watcher.start()
+            for output in outputs[:num_ranks]:
+                self.start(output)
             self.coordinator.start()
         except BaseException:
             self.close()
             raise
+
+    def start(self, output: IO[bytes]) -> int:
+        """Start the next rank, and return its number."""
+        number = len(self._processes)
+        env = {**self._env, f"{PREFIX}RANK": str(min(number, self._num_ranks - 1))}
+        if self._is_elastic:
+            env |= {f"{PREFIX}ELASTIC": "1", f"{PREFIX}WORKER": str(number)}
+        process = subprocess.Popen(
+            self._argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        watcher = threading.Thread(target=self._watch, args=(number, process.pid), name=f"watches rank {number}")
+        self._watchers.append(watcher)
+        watcher.start()
+        return number
 
     @property
     def pids(self) -> list[int]:

@@ -12,9 +12,10 @@
  * channel's own thread ("ronde-channel", with all signals blocked), one after the other.
  *
  * Callbacks run in that thread, each once, after its call has ended (rd_done returns 1) and before the next queued call
- * starts: a slow callback delays those behind it. No lock is held. A callback may call everything but rd_run and
- * rd_wait, which return RD_BAD_CALL with EDEADLK as detail there: it would wait for itself. rd_close and rd_release in
- * a callback do not wait for the thread that they are called in.
+ * starts: a slow callback delays those behind it. Those of announced calls may also run in a thread that waits for an
+ * announced call. No lock is held. A callback may call everything but rd_run and rd_wait, which return RD_BAD_CALL with
+ * EDEADLK as detail there: it would wait for itself. rd_close and rd_release in a callback do not wait for the thread
+ * that they are called in.
  *
  * Forks. A channel belongs to the process that opened it. In a forked child (fork(2), not vfork or clone) every
  * function with a handle of the parent returns RD_FORKED or does nothing, and nothing that the child does reaches the
@@ -29,7 +30,7 @@
 extern "C" {
 #endif
 
-#define RD_ABI 6                 /* changes when a struct or a function of this file changes */
+#define RD_ABI 7                 /* changes when a struct or a function of this file changes */
 #define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 65536
 #define RD_MAX_LOCAL_MEMBERS 1024 /* of one host */
@@ -177,6 +178,7 @@ typedef struct rd_result {
 /* The call of one member, when a call ended in RD_MISMATCH. */
 typedef struct rd_member_call {
   uint64_t signature;
+  int32_t kind;
   char description[RD_DESCRIPTION_BYTES];
 } rd_member_call;
 
@@ -238,10 +240,12 @@ void rd_retain(rd_channel* channel);
 void rd_release(rd_channel* channel);
 
 /* Leaves the channel: in good order when no call is queued or running; otherwise the members that need this one lose
- * it. All calls under way and all later ones end with RD_CLOSED. When this returns, queued calls have ended and the
- * channel's thread has too; a thread that is inside rd_run leaves it within moments. Sockets are closed and memory is
- * unmapped when the last thread has left. It can be called repeatedly (only the first call waits), from any thread,
- * also from a signal handler of Python that runs inside rd_run or rd_wait, and from a callback. */
+ * it. All calls under way and all later ones end with RD_CLOSED. When this returns, queued and announced calls have
+ * ended and the channel's thread has too; a thread that is inside rd_run leaves it within moments. Sockets are closed
+ * and memory is unmapped when the last thread has left. It can be called repeatedly (only the first call waits), from
+ * any thread, also from a signal handler of Python that runs inside rd_run or rd_wait, and from a callback. An
+ * announced call in the middle of which a signal handler runs ends after the handler: this function waits two seconds
+ * for it at most, and not at all when that handler calls it. */
 void rd_close(rd_channel* channel);
 
 /* Ends all waits of the members of this host with this rd_status, the member that has caused it, or -1, and errno or
@@ -277,8 +281,8 @@ void rd_retain_work(rd_work* work);
 void rd_release_work(rd_work* work);
 
 /* Waits for a submitted call; any number of threads may, any number of times. With end_ns 0 the wait has ended and not
- * the call, which goes on: after RD_TIMEOUT, after RD_ABORTED with EINTR (a signal handler raised an exception), after
- * RD_BAD_CALL with EDEADLK (in a callback), and after RD_FORKED. */
+ * the call, which goes on if it has not ended meanwhile: after RD_TIMEOUT, after RD_ABORTED with EINTR (a signal
+ * handler raised an exception), after RD_BAD_CALL with EDEADLK (in a callback), and after RD_FORKED. */
 rd_status rd_wait(rd_work* work, rd_result* result, double remaining_s);
 
 /* Returns 1 when the call has ended, 2 when it has ended with RD_WITHDRAWN, else 0. */
@@ -301,19 +305,16 @@ rd_status rd_agree(rd_channel* channel, uint32_t id, const char* name, const rd_
  * run, and ends with RD_WITHDRAWN. Returns 0 if there is none, or if all members have announced it: then it runs. */
 int rd_revoke(rd_channel* channel, uint32_t id);
 
-/* Announces a call that may come in any order on any member, under an id that stands for it. It runs when all members
- * have announced it, in the same order on every member; calls that can travel together are fused. From then on it may
- * take timeout_s seconds. RD_NOT_AGREED: the id does not stand for this call. The id can be announced again when the
- * call has ended. The rest is as with rd_submit, but a thread that waits for one announced call executes the others,
- * too, and runs their callbacks; rd_cancel takes the announcement of this member back. */
-rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, rd_callback callback,
-                      void* context, rd_work** work, rd_result* result);
-
-/* As rd_announce, for native code that knows only the name: the kernel of a framework's operation, say. RD_NOT_AGREED:
- * the members have not agreed on this call of this name, or its kind is one where members may give different numbers of
- * elements. Then, and when the call ends with RD_WITHDRAWN, the caller announces the operation through Python, which
- * agrees on it with the other members; they may announce it in either way. call->signature and ->description are not
- * used. */
+/* Announces a call that may come in any order on any member, by its name: for native code, such as the kernel of a
+ * framework's operation. It runs when all members have announced it, in the same order on every member; calls that can
+ * travel together are fused. From then on it may take timeout_s seconds. The name can be announced again when the call
+ * has ended. RD_NOT_AGREED: the members have not agreed on this call of this name, or its kind is one where members may
+ * give different numbers of elements. Then, and when the call ends with RD_WITHDRAWN, the caller announces the
+ * operation through Python, which agrees on it with the other members; they may announce it in either way.
+ * call->signature and ->description are not used. The rest is as with rd_submit, but a thread that waits for one
+ * announced call executes the others, too, and runs their callbacks, if the rest of its wait is at least nine tenths of
+ * what the next one may take: so it may come back late by a tenth. rd_cancel takes the announcement of this member
+ * back. */
 rd_status rd_announce_named(rd_channel* channel, const char* name, const rd_call* call, double timeout_s,
                             rd_callback callback, void* context, rd_work** work, rd_result* result);
 
@@ -349,8 +350,9 @@ int rd_done_one(rd_works* works, uint32_t index);
 rd_status rd_wait_one(rd_works* works, uint32_t index, double remaining_s, rd_result* result, uint32_t* num_ended,
                       uint32_t* ended, rd_result* ended_results, uint32_t max_ended);
 
-/* As rd_announce and rd_wait, but in one step, so that no other thread is woken. When the wait has ended and not the
- * call (see rd_wait), `work` receives its handle, otherwise null. */
+/* Announces a call under an id that stands for it, and waits for it as rd_wait does: in one step, so that no other
+ * thread is woken. RD_NOT_AGREED: the id does not stand for this call. When the wait has ended and not the call (see
+ * rd_wait), `work` receives its handle, otherwise null. */
 rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, double remaining_s,
                            rd_result* result, rd_work** work);
 

@@ -6,7 +6,7 @@
  * options, and runs such a call again: nothing is checked twice, and no Python object is made. What it does not hold,
  * or what needs more than that, it leaves to its caller.
  *
- * A ReadyCounter belongs to the gradients of one reducer (ronde/training/reducer.py, which has the same class in
+ * A ReadyCounter belongs to the gradients of one reducer (ronde/training/ready_counter.py has the same class in
  * Python). Its hooks are called by the ML library for every gradient, and call Python only when there is something to
  * do.
  */
@@ -51,7 +51,7 @@ typedef struct {
   cached_call* calls; /* NUM_SLOTS; null when closed */
 } allreduce_cache;
 
-static PyObject *operation_name, *tracing_name, *next_sequence_name, *long_wait_ns_name;
+static PyObject *operation_name, *tracing_name, *next_sequence_name, *long_wait_ns_name, *allreduce_text, *empty_text;
 
 static cached_call* find_call(const allreduce_cache* self, const Py_buffer* view, const PyObject* op, double prescale,
                               double postscale) {
@@ -145,37 +145,36 @@ static PyObject* cache_run(PyObject* object, PyObject* const* args, Py_ssize_t n
     PyErr_Clear();
     Py_RETURN_NONE;
   }
-  cached_call* held = NULL;
-  if (in_view.ndim <= MAX_DIMENSIONS)
+  const cached_call* held = NULL;
+  if (self->calls != NULL && in_view.ndim <= MAX_DIMENSIONS)
     held = find_call(self, &in_view, op, PyFloat_AsDouble(args[3]), PyFloat_AsDouble(args[4]));
   if (held == NULL || held->op == NULL) {
     PyBuffer_Release(&in_view);
     Py_RETURN_NONE;
   }
+  /* From here on Python code may run (empty_like, a signal handler, another thread) and change or free the table. */
+  rd_call call = held->call;
+  rd_span span = {in_view.buf, in_view.buf, held->count};
+  PyObject* description = held->description;
+  Py_INCREF(description);
   PyObject *result_array = x, *returned = NULL, *sequence_object = NULL;
-  void* output = in_view.buf;
   Py_INCREF(x);
   if (out == Py_None) {
     Py_DECREF(x);
     result_array = PyObject_CallFunctionObjArgs(self->empty_like, x, NULL);
     if (result_array == NULL || PyObject_GetBuffer(result_array, &out_view, PyBUF_WRITABLE) != 0) goto failed;
-    output = out_view.buf;
+    span.output = out_view.buf;
     PyBuffer_Release(&out_view); /* nobody else knows the new array, so its memory stays where it is */
   }
   sequence_object = PyObject_CallNoArgs(self->next_sequence);
-  if (sequence_object == NULL) goto failed;
+  if (sequence_object == NULL || PyObject_SetAttr(self->this_thread, operation_name, allreduce_text) != 0) goto failed;
   long long sequence = PyLong_AsLongLong(sequence_object);
-  Py_DECREF(sequence_object);
-  /* Other threads may change the table while this one is in rd_run. */
-  rd_span span = {in_view.buf, output, held->count};
-  rd_call call = held->call;
-  PyObject* description = held->description;
-  Py_INCREF(description);
   call.spans = &span;
   rd_result result;
   PyThreadState* thread = PyEval_SaveThread();
   rd_status status = self->run(self->channel, &call, &result, self->timeout_s);
   PyEval_RestoreThread(thread);
+  int is_outside = PyObject_SetAttr(self->this_thread, operation_name, empty_text) == 0;
   if (status != RD_OK) {
     returned = PyObject_CallFunction(self->on_failure, "Oiy#", description, (int)status, (const char*)&result,
                                      (Py_ssize_t)sizeof result);
@@ -184,13 +183,14 @@ static PyObject* cache_run(PyObject* object, PyObject* const* args, Py_ssize_t n
       returned = NULL;
       PyErr_SetString(PyExc_SystemError, "a failed call has raised nothing");
     }
-  } else if (record(self, sequence, (uint64_t)in_view.len, &result)) {
+  } else if (is_outside && record(self, sequence, (uint64_t)in_view.len, &result)) {
     returned = result_array;
     Py_INCREF(returned);
   }
-  Py_DECREF(description);
 failed:
   PyBuffer_Release(&in_view);
+  Py_DECREF(description);
+  Py_XDECREF(sequence_object);
   Py_XDECREF(result_array);
   return returned;
 }
@@ -645,7 +645,10 @@ static int module_exec(PyObject* module) {
   tracing_name = PyUnicode_InternFromString("tracing");
   next_sequence_name = PyUnicode_InternFromString("next_sequence");
   long_wait_ns_name = PyUnicode_InternFromString("long_wait_ns");
-  if (operation_name == NULL || tracing_name == NULL || next_sequence_name == NULL || long_wait_ns_name == NULL)
+  allreduce_text = PyUnicode_InternFromString("allreduce");
+  empty_text = PyUnicode_InternFromString("");
+  if (operation_name == NULL || tracing_name == NULL || next_sequence_name == NULL || long_wait_ns_name == NULL ||
+      allreduce_text == NULL || empty_text == NULL)
     return -1;
   if (PyModule_AddIntConstant(module, "ABI", RD_ABI) != 0) return -1;
   if (ready_hook_type == NULL) ready_hook_type = (PyTypeObject*)PyType_FromModuleAndSpec(module, &hook_spec, NULL);

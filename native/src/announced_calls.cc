@@ -16,6 +16,8 @@ namespace {
 
 constexpr int64_t kMaxSleepNs = 50'000'000;  // after this, an abort or a signal that raced with the sleep is seen
 constexpr int64_t kMaxIdleNs = 3'600'000'000'000;
+// How much of the time that a call may take a thread must have left to execute it.
+constexpr double kMinTimeLeft = 0.9;
 
 // Whether calls may be fused into one: the same kind of reduction, on other memory.
 bool can_fuse(const Call& a, const Call& b) {
@@ -113,8 +115,17 @@ void AnnouncedCalls::agree(uint32_t id, const std::string& name, const Call& cal
     agreed_.resize(size);
     calls_.resize(size);
   }
+  forget(id);
   agreed_[id] = std::make_shared<AgreedCall>(name, call);
   ids_[name] = id;
+}
+
+// The id stands for nothing any more, nor does its name stand for the id.
+void AnnouncedCalls::forget(uint32_t id) {
+  if (agreed_[id] == nullptr) return;
+  auto found = ids_.find(agreed_[id]->name());
+  if (found != ids_.end() && found->second == id) ids_.erase(found);
+  agreed_[id].reset();
 }
 
 uint32_t AnnouncedCalls::find_id(const std::string& name, const rd_call& params,
@@ -138,7 +149,7 @@ std::vector<rd_announced> AnnouncedCalls::announced_until(int64_t until_ns, size
 bool AnnouncedCalls::revoke(uint32_t id) {
   Lock lock(mutex_);
   if (id >= calls_.size()) return false;
-  agreed_[id].reset();
+  forget(id);
   Calls ended;
   bool withdrawn = withdraw(id, CallError{RD_WITHDRAWN}, &ended);
   run_callbacks(lock, ended);
@@ -151,10 +162,7 @@ void AnnouncedCalls::announce(uint32_t id, const std::shared_ptr<Call>& call, bo
   if (id >= calls_.size() || agreed_[id] == nullptr || agreed_[id]->signature() != call->signature)
     throw CallError{RD_NOT_AGREED};
   if (calls_[id] != nullptr) throw CallError{RD_BAD_CALL};
-  if (!will_wait && num_waiting_ == 0) {
-    start_thread();
-    log_.want_executor(true);  // before the arrival: who publishes it sees this
-  }
+  if (!will_wait && num_waiting_ == 0) want_thread();  // before the arrival: who publishes it sees this
   if (add(id, call)) log_.publish(&id, 1);
 }
 
@@ -213,12 +221,6 @@ std::shared_ptr<Call> AnnouncedCalls::current() {
 bool AnnouncedCalls::wait(const std::shared_ptr<Call>& call, const Deadline& deadline) {
   if (call->finished()) return true;
   Lock lock(mutex_);
-  // Whoever executes may be held up until the deadline of what it executes. A thread with less time lets others do it.
-  if (deadline.remaining_ns() < int64_t(call->timeout_s * 0.5e9)) {
-    if (num_waiting_ == 0) want_thread_or_fail(lock);
-    lock.unlock();
-    return call->wait(deadline);
-  }
   if (num_waiting_++ == 0) log_.want_executor(false);
   CallError raised{RD_OK};
   try {
@@ -229,36 +231,52 @@ bool AnnouncedCalls::wait(const std::shared_ptr<Call>& call, const Deadline& dea
   if (raised.status == RD_FORKED) throw raised;  // without the mutex: who held it may not be in this process
   if (!lock.owns_lock()) lock.lock();
   if (--num_waiting_ == 0 && num_announced_ > 0 && !closing_) want_thread_or_fail(lock);
-  if (raised.status != RD_OK && !call->finished()) throw raised;
-  return call->finished();
+  lock.unlock();
+  if (raised.status != RD_OK) throw raised;  // also if the call has ended meanwhile: the next wait returns its result
+  return call->wait(deadline);               // until others have executed it
 }
 
+// Returns when the call has finished, the deadline has expired, or this thread has not enough time to execute the next
+// batch.
 void AnnouncedCalls::wait_and_execute(Lock& lock, const Call& call, const Deadline& deadline) {
-  while (!call.finished() && !deadline.expired()) {
+  while (!call.finished()) {
+    int64_t remaining_ns = deadline.remaining_ns();
+    if (remaining_ns <= 0) return;
     if (current_ != nullptr) {
       wait_for_end_of_batch(lock, deadline);
     } else if (log_.is_published(position_)) {
-      execute_next(lock, &deadline);
+      if (!has_time_for_next(remaining_ns)) return;
+      execute_next(lock);
     } else if (!wait_for_entry(lock, deadline)) {
       end_impossible(lock);
     }
   }
 }
 
-// Throws CallError{RD_SYSTEM}.
-void AnnouncedCalls::start_thread() {
-  if (thread_.joinable()) return;
-  thread_ = start_channel_thread([self = shared_from_this()] {
-    Lock lock(self->mutex_);
-    while (!self->closing_) self->thread_step(lock);
-  });
+// The end of a wait must not end what other members take part in. So whoever executes may be held up until the deadline
+// of what it executes, which counts from the start, and a thread with less time lets others do it.
+bool AnnouncedCalls::has_time_for_next(int64_t remaining_ns) const {
+  uint32_t id = log_.id_at(position_);
+  const Call* next = id < calls_.size() ? calls_[id].get() : nullptr;
+  if (next == nullptr || remaining_ns == INT64_MAX) return true;
+  return double(remaining_ns) >= kMinTimeLeft * 1e9 * next->timeout_s;
 }
 
-// From now on the thread executes what becomes ready, and what is. Throws CallError{RD_SYSTEM}.
+// Not called any more when closing_ is set, from when on close() uses thread_ without the mutex. Throws
+// CallError{RD_SYSTEM}.
+void AnnouncedCalls::start_thread() {
+  if (thread_.joinable()) return;
+  thread_ = start_channel_thread([self = shared_from_this()] { self->thread_loop(); });
+}
+
+// From now on the thread executes what becomes ready, and what is, and ends what can never become ready. Throws
+// CallError{RD_SYSTEM}.
 void AnnouncedCalls::want_thread() {
   start_thread();
   log_.want_executor(true);
-  if (log_.is_published(position_)) log_.wake_executor();
+  if (!thread_is_idle_ && !log_.is_published(position_)) return;
+  thread_is_idle_ = false;
+  log_.wake_executor();
 }
 
 // The other members would wait for what nobody executes here.
@@ -266,23 +284,33 @@ void AnnouncedCalls::want_thread_or_fail(Lock& lock) {
   try {
     want_thread();
   } catch (const CallError& error) {
-    segment_->abort(CallError{RD_PEER_LOST, int(topology_.member_index)});
+    abort_for_others();
     end_all(lock, error);
   }
 }
 
-void AnnouncedCalls::thread_step(Lock& lock) {
-  uint32_t seen = log_.executor_word()->load();
-  bool wanted = num_announced_ > 0 && num_waiting_ == 0 && current_ == nullptr;
-  log_.want_executor(wanted);
-  if (wanted && log_.is_published(position_)) {
-    log_.want_executor(false);
-    return execute_next(lock, nullptr);
+void AnnouncedCalls::thread_loop() {
+  Lock lock(mutex_);
+  bool woken = true;  // from its last sleep
+  while (!closing_) {
+    uint32_t seen = log_.executor_word()->load();
+    bool wanted = num_announced_ > 0 && num_waiting_ == 0 && current_ == nullptr;
+    log_.want_executor(wanted);
+    if (wanted && log_.is_published(position_)) {
+      log_.want_executor(false);
+      execute_next(lock);
+      woken = true;
+      continue;
+    }
+    // It becomes idle only after a sleep that nobody has ended: to wake it for each of many calls would cost more.
+    thread_is_idle_ = !wanted && !woken;
+    int64_t limit_ns = thread_is_idle_ ? kMaxIdleNs : kMaxSleepNs;
+    lock.unlock();
+    woken = futex_wait(log_.executor_word(), seen, limit_ns);
+    lock.lock();
+    thread_is_idle_ = false;
+    if (num_announced_ > 0 && num_waiting_ == 0 && !log_.is_published(position_)) end_impossible(lock);
   }
-  lock.unlock();
-  futex_wait(log_.executor_word(), seen, wanted ? kMaxSleepNs : kMaxIdleNs);
-  lock.lock();
-  if (num_announced_ > 0 && num_waiting_ == 0 && !log_.is_published(position_)) end_impossible(lock);
 }
 
 // Waits until there is an entry to execute or calls have ended, or for a moment; returns false if neither has happened.
@@ -310,14 +338,19 @@ bool AnnouncedCalls::wait_for_entry(Lock& lock, const Deadline& deadline) {
 
 // Waits until another thread has executed its batch, or for a moment.
 void AnnouncedCalls::wait_for_end_of_batch(Lock& lock, const Deadline& deadline) {
+  if (!sleep_until_change(lock, deadline)) check_signals();
+  lock.lock();
+}
+
+// Unlocks, and sleeps until calls have ended or for a moment. Returns false when a signal or the limit ended the sleep.
+bool AnnouncedCalls::sleep_until_change(Lock& lock, const Deadline& deadline) {
   uint32_t seen = num_changes_.load();
   waiters_.fetch_add(1);
   lock.unlock();
   int64_t limit_ns = std::min(kMaxSleepNs, deadline.remaining_ns());
   bool woken = limit_ns <= 0 || futex_wait(&num_changes_, seen, limit_ns);
   waiters_.fetch_sub(1);
-  if (!woken) check_signals();
-  lock.lock();
+  return woken;
 }
 
 // Another thread may have got a signal that is for the main one, so this is called after every sleep.
@@ -336,16 +369,17 @@ void AnnouncedCalls::notify() {
 // ---------------------------------------------------------------------------------------------------------
 
 // Executes the next batch of the log. Nobody else executes.
-void AnnouncedCalls::execute_next(Lock& lock, const Deadline* limit) {
+void AnnouncedCalls::execute_next(Lock& lock) {
   Calls batch;
   try {
     if (auto aborted = find_abort()) return end_all(lock, *aborted);
-    batch = next_batch(limit);
+    batch = next_batch();
     current_ = batch.size() == 1 ? batch[0] : fuse(batch, topology_);
   } catch (const std::exception&) {  // no memory; or somebody has written to ours
-    segment_->abort(CallError{RD_PEER_LOST, int(topology_.member_index)});
+    abort_for_others();
     return end_all(lock, CallError{RD_SYSTEM, -1, ENOMEM});
   }
+  executor_ = std::this_thread::get_id();
   int64_t arrived_ns = last_end_ns_;
   for (const auto& call : batch) {
     call->start();
@@ -356,6 +390,7 @@ void AnnouncedCalls::execute_next(Lock& lock, const Deadline* limit) {
   position_ += uint32_t(batch.size());
   lock.unlock();
   run_call_(*current_);
+  if (made_by_parent(generation_)) throw CallError{RD_FORKED};  // a handler has forked, and this is the child
   lock.lock();
   current_->result.arrived_ns = arrived_ns;
   last_end_ns_ = current_->result.end_ns;
@@ -373,7 +408,7 @@ void AnnouncedCalls::execute_next(Lock& lock, const Deadline* limit) {
 }
 
 // Takes nothing yet, so that an exception leaves all as it is.
-AnnouncedCalls::Calls AnnouncedCalls::next_batch(const Deadline* limit) {
+AnnouncedCalls::Calls AnnouncedCalls::next_batch() {
   uint32_t size = log_.batch_size(position_);
   if (size == 0) size = log_.seal_batch(position_, propose_batch_size());
   Calls batch(size);
@@ -381,7 +416,6 @@ AnnouncedCalls::Calls AnnouncedCalls::next_batch(const Deadline* limit) {
     batch[i] = calls_.at(log_.id_at(position_ + i));
     if (batch[i] == nullptr) throw std::out_of_range("not announced");
     batch[i]->deadline = Deadline(batch[i]->timeout_s);
-    if (limit != nullptr) batch[i]->deadline = std::min(batch[i]->deadline, *limit);
   }
   return batch;
 }
@@ -410,6 +444,12 @@ void AnnouncedCalls::run_callbacks(Lock& lock, const Calls& ended) {
 
 // --- ending without executing
 // ------------------------------------------------------------------------------------------
+
+// Nothing can be executed here any more: the other members lose this one.
+void AnnouncedCalls::abort_for_others() {
+  segment_->abort(CallError{RD_PEER_LOST, int(topology_.member_index)});
+  log_.wake();
+}
 
 // Ends calls that can never become ready: the channel was aborted, or a member has left that had not announced them.
 void AnnouncedCalls::end_impossible(Lock& lock) {
@@ -486,6 +526,11 @@ void AnnouncedCalls::close() {
   log_.wake();
   if (thread_.joinable()) thread_.get_id() == std::this_thread::get_id() ? thread_.detach() : thread_.join();
   Lock lock(mutex_);
+  Deadline deadline(kMaxCloseS);
+  while (current_ != nullptr && executor_ != std::this_thread::get_id() && !deadline.expired()) {
+    sleep_until_change(lock, deadline);
+    lock.lock();
+  }
   end_all(lock, CallError{RD_CLOSED});
 }
 

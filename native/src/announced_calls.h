@@ -2,8 +2,9 @@
 // agreed before. They run in the order of the shared ReadyLog.
 //
 // A thread that waits for its call executes what is ready meanwhile, its own call included, so a lone call never
-// changes threads. The object's own thread executes only when calls are announced and nobody waits for one. One thread
-// of the process executes at a time.
+// changes threads. The object's own thread executes only when calls are announced and nobody waits for one, or whoever
+// does has too little time: the end of a wait must not end what other members take part in. One thread of the process
+// executes at a time.
 #pragma once
 
 #include <functional>
@@ -77,7 +78,8 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
   uint32_t find_id(const std::string& name, const rd_call& params, std::shared_ptr<const AgreedCall>* agreed);
 
   // Waits for an announced call. Returns false when the deadline expires first. Throws CallError{RD_ABORTED, -1, EINTR}
-  // when a signal handler of Python raised an exception. In both cases the call goes on.
+  // when a signal handler of Python raised an exception. In both cases the call goes on, if it has not ended. A thread
+  // that executes may come back later than at the deadline: by a tenth of the time that a call may take.
   bool wait(const std::shared_ptr<Call>& call, const Deadline& deadline);
 
   // Takes an announcement back: the call ends with RD_CANCELLED. Returns false if all members have announced it, or it
@@ -96,25 +98,32 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
   // Takes no more calls and withdraws those that it can. Returns whether nothing is left: then this member can leave in
   // good order.
   bool leave();
-  // Ends what is left with RD_CLOSED and joins the thread, after the running call was aborted.
+  // Ends what is left with RD_CLOSED and joins the thread, after the running call was aborted. When this returns, no
+  // thread executes on the memory of a call, with two exceptions: the thread in whose execution a signal handler calls
+  // this; and one in which a signal handler runs for longer than kMaxCloseS, maybe because it waits for the caller.
   void close();
+
+  static constexpr double kMaxCloseS = 2;
 
  private:
   using Lock = std::unique_lock<std::mutex>;
   using Calls = std::vector<std::shared_ptr<Call>>;
 
   // All of these are called with the mutex locked; those that take the lock unlock it meanwhile.
+  void forget(uint32_t id);
   bool add(uint32_t id, const std::shared_ptr<Call>& call);
   void start_thread();
   void want_thread();
   void want_thread_or_fail(Lock& lock);
-  void thread_step(Lock& lock);
   void wait_and_execute(Lock& lock, const Call& call, const Deadline& deadline);
+  bool has_time_for_next(int64_t remaining_ns) const;
   bool wait_for_entry(Lock& lock, const Deadline& deadline);
   void wait_for_end_of_batch(Lock& lock, const Deadline& deadline);
-  void execute_next(Lock& lock, const Deadline* limit);
-  Calls next_batch(const Deadline* limit);
+  bool sleep_until_change(Lock& lock, const Deadline& deadline);
+  void execute_next(Lock& lock);
+  Calls next_batch();
   uint32_t propose_batch_size() const;
+  void abort_for_others();
   void end_impossible(Lock& lock);
   void end_all(Lock& lock, CallError error);
   bool withdraw(uint32_t id, const CallError& error, Calls* ended);
@@ -122,7 +131,8 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
   void remove(const Call& call);
   void notify();
 
-  // Needs no mutex.
+  // These need no mutex; the thread locks it.
+  void thread_loop();
   std::optional<CallError> find_abort() const;
   void check_signals() const;
 
@@ -141,8 +151,10 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
   uint32_t position_ = 0;                                  // of the next entry of the log to execute
   int64_t last_end_ns_ = 0;                                // when the last batch ended here
   std::shared_ptr<Call> current_;
+  std::thread::id executor_;  // the thread that executes current_
   uint32_t num_waiting_ = 0;  // threads in wait() that execute what is ready
   bool closing_ = false;
+  bool thread_is_idle_ = false;           // it sleeps until it is woken
   std::atomic<uint32_t> num_changes_{0};  // futex word: calls have ended
   std::atomic<uint32_t> waiters_{0};      // threads that sleep on it
   std::thread thread_;  // "ronde-channel", started when nobody waits for an announced call; runs run_call_ and

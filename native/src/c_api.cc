@@ -57,6 +57,7 @@ namespace {
 using ronde::Call;
 using ronde::CallError;
 using ronde::Channel;
+using ronde::check_may_wait;
 using ronde::Deadline;
 using ronde::FileDescriptor;
 using ronde::guarded;
@@ -86,10 +87,6 @@ std::shared_ptr<Channel> open_channel(rd_channel* handle) {
   return channel;
 }
 
-void check_may_wait() {
-  if (ronde::waiting_is_forbidden) throw CallError{RD_BAD_CALL, -1, EDEADLK};
-}
-
 // Waits for a call, which is announced on a channel or queued. Throws CallError when the wait ends and not the call.
 void wait_for(const std::shared_ptr<Call>& call, uint32_t generation, const std::weak_ptr<Channel>& announced_on,
               double remaining_s) {
@@ -100,15 +97,6 @@ void wait_for(const std::shared_ptr<Call>& call, uint32_t generation, const std:
   Deadline deadline(remaining_s);
   bool finished = channel != nullptr ? channel->announced().wait(call, deadline) : call->wait(deadline);
   if (!finished) throw CallError{RD_TIMEOUT};
-}
-
-rd_status announce(const std::shared_ptr<Channel>& channel, uint32_t id, const std::shared_ptr<Call>& call,
-                   const ronde::Callback& callback, rd_work** work) {
-  auto handle = std::make_unique<rd_work>(call, channel);
-  if (callback.function != nullptr) call->add_callback(callback);
-  channel->announced().announce(id, call, false);
-  if (work != nullptr) *work = handle.release();
-  return RD_OK;
 }
 
 // As rd_done.
@@ -238,14 +226,7 @@ RD_API void rd_release_work(rd_work* work) {
 
 RD_API rd_status rd_wait(rd_work* work, rd_result* result, double remaining_s) {
   return guarded(result, [&] {
-    if (!work->call->finished()) {
-      if (made_by_parent(work->generation)) throw CallError{RD_FORKED};
-      check_may_wait();
-      auto channel = work->channel.lock();
-      Deadline deadline(remaining_s);
-      bool finished = channel != nullptr ? channel->announced().wait(work->call, deadline) : work->call->wait(deadline);
-      if (!finished) throw CallError{RD_TIMEOUT};
-    }
+    wait_for(work->call, work->generation, work->channel, remaining_s);
     return report(*work->call, result);
   });
 }
@@ -276,17 +257,6 @@ RD_API int rd_revoke(rd_channel* channel, uint32_t id) {
   return found != nullptr && found->topology().max_announced > 0 && found->announced().revoke(id) ? 1 : 0;
 }
 
-RD_API rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s,
-                             rd_callback callback, void* context, rd_work** work, rd_result* result) {
-  if (work != nullptr) *work = nullptr;
-  return guarded(result, [&] {
-    auto open = open_channel(channel);
-    auto announced = std::make_shared<Call>(*call, open->topology(), Deadline(timeout_s));
-    announced->timeout_s = timeout_s;
-    return announce(open, id, announced, {callback, context}, work);
-  });
-}
-
 RD_API rd_status rd_announce_named(rd_channel* channel, const char* name, const rd_call* call, double timeout_s,
                                    rd_callback callback, void* context, rd_work** work, rd_result* result) {
   if (work != nullptr) *work = nullptr;
@@ -295,7 +265,11 @@ RD_API rd_status rd_announce_named(rd_channel* channel, const char* name, const 
     std::shared_ptr<const ronde::AgreedCall> agreed;
     uint32_t id = open->announced().find_id(name, *call, &agreed);
     auto announced = agreed->make_call(call->spans, call->num_spans, open->topology(), timeout_s);
-    return announce(open, id, announced, {callback, context}, work);
+    auto handle = std::make_unique<rd_work>(announced, open);
+    if (callback != nullptr) announced->add_callback({callback, context});
+    open->announced().announce(id, announced, false);
+    if (work != nullptr) *work = handle.release();
+    return RD_OK;
   });
 }
 
@@ -356,6 +330,7 @@ RD_API rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_cal
     try {
       if (open->announced().wait(announced, Deadline(remaining_s))) return report(*announced, result);
     } catch (const CallError& interrupted) {
+      if (interrupted.status == RD_FORKED) throw;  // the handle would belong to the child
       ended = interrupted;
     }
     *work = new rd_work(announced, open);

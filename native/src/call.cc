@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/fork.h"
 #include "base/futex.h"
 #include "base/python_signals.h"
 #include "base/waiting.h"
@@ -140,11 +141,15 @@ bool Call::sleep(int64_t limit_ns) {
 }
 
 bool Call::wait(const Deadline& deadline) {
+  const uint32_t generation = fork_generation.load();
   while (!finished()) {
     int64_t remaining_ns = deadline.remaining_ns();
     if (remaining_ns <= 0) return false;
     // Another thread may have got a signal that is for the main one, so the sleep is short.
-    if (!sleep(std::min(kMaxSleepNs, remaining_ns)) && run_signal_handlers()) throw CallError{RD_ABORTED, -1, EINTR};
+    if (sleep(std::min(kMaxSleepNs, remaining_ns))) continue;
+    bool raised = run_signal_handlers();
+    if (made_by_parent(generation)) throw CallError{RD_FORKED};  // whoever would finish it is not in this process
+    if (raised) throw CallError{RD_ABORTED, -1, EINTR};
   }
   return true;
 }

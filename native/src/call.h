@@ -90,7 +90,8 @@ struct Call {
   bool finished() const { return state_.load(std::memory_order_acquire) == kFinished; }
 
   // Waits until the call has finished; false when the deadline expires first. The main thread lets Python run its
-  // signal handlers meanwhile. Throws CallError{RD_ABORTED, -1, EINTR} when one of them raised an exception.
+  // signal handlers meanwhile. Throws CallError{RD_ABORTED, -1, EINTR} when one of them raised an exception, and
+  // CallError{RD_FORKED} in a child that one of them has forked.
   bool wait(const Deadline& deadline);
   void wait_uninterrupted();
 

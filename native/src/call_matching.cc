@@ -52,37 +52,37 @@ void make_digest(const CallHeader& header, uint64_t digest[2]) {
 
 }  // namespace
 
-const std::vector<CallHeader>& CallMatcher::match(Group& group, const CallHeader& mine, bool pre_agreed) {
+const std::vector<CallHeader>& CallMatcher::match(CallContext& context, const CallHeader& mine, bool pre_agreed) {
   uint32_t which = num_matches_++ & 1;  // two headers per member: a fast member may already write its next one
   headers_.clear();
-  if (group.segment == nullptr) {
+  if (context.segment == nullptr) {
     headers_.push_back(mine);
   } else {
-    group.segment->member_state(topology_.local_index).header[which] = mine;
-    group.barrier.arrive_and_wait(group.wait);
+    context.segment->member_state(topology_.local_index).header[which] = mine;
+    context.barrier.arrive_and_wait(context.wait);
     for (uint32_t local = 0; local < topology_.num_local(); ++local)
-      headers_.push_back(group.segment->member_state(local).header[which]);
+      headers_.push_back(context.segment->member_state(local).header[which]);
   }
   if (topology_.single_host() || pre_agreed) return headers_;
-  bool differ = topology_.is_leader() && headers_differ(group);
-  if (group.segment != nullptr) {
+  bool differ = topology_.is_leader() && headers_differ(context);
+  if (context.segment != nullptr) {
     // Read by all before they arrive at their next barrier, which the leader awaits before it writes again.
-    std::atomic<uint32_t>& shared_differ = group.segment->control().headers_differ;
+    std::atomic<uint32_t>& shared_differ = context.segment->control().headers_differ;
     if (topology_.is_leader()) shared_differ.store(differ, std::memory_order_relaxed);
-    group.barrier.arrive_and_wait(group.wait);
+    context.barrier.arrive_and_wait(context.wait);
     differ = shared_differ.load(std::memory_order_relaxed) != 0;
   }
   if (!differ) return headers_;
-  if (topology_.is_leader()) exchange_between_hosts(group);
-  if (group.segment == nullptr) return headers_;
-  CallHeader* shared = group.segment->all_headers();
+  if (topology_.is_leader()) exchange_between_hosts(context);
+  if (context.segment == nullptr) return headers_;
+  CallHeader* shared = context.segment->all_headers();
   if (topology_.is_leader()) std::copy(headers_.begin(), headers_.end(), shared);
-  group.barrier.arrive_and_wait(group.wait);
+  context.barrier.arrive_and_wait(context.wait);
   headers_.assign(shared, shared + topology_.size);
   return headers_;
 }
 
-bool CallMatcher::headers_differ(Group& group) {
+bool CallMatcher::headers_differ(CallContext& context) {
   HostSummary mine{};
   make_digest(headers_[0], mine.digest);
   for (const CallHeader& header : headers_) mine.differs |= header.kind == RD_JOIN || !equal(headers_[0], header);
@@ -92,15 +92,15 @@ bool CallMatcher::headers_differ(Group& group) {
   uint32_t hosts = topology_.num_hosts(), host = topology_.my_host;
   for (uint32_t step = 1; step < hosts; step *= 2) {
     HostSummary theirs{};
-    Link* behind = group.link(topology_.host_leader((host + hosts - step) % hosts));
-    Link* ahead = group.link(topology_.host_leader((host + step) % hosts));
-    send_receive(group.wait, behind, &mine, sizeof mine, ahead, &theirs, sizeof theirs);
+    Link* behind = context.link(topology_.host_leader((host + hosts - step) % hosts));
+    Link* ahead = context.link(topology_.host_leader((host + step) % hosts));
+    send_receive(context.wait, behind, &mine, sizeof mine, ahead, &theirs, sizeof theirs);
     mine.differs |= theirs.differs || std::memcmp(mine.digest, theirs.digest, sizeof mine.digest) != 0;
   }
   return mine.differs != 0;
 }
 
-void CallMatcher::exchange_between_hosts(Group& group) {
+void CallMatcher::exchange_between_hosts(CallContext& context) {
   uint32_t hosts = topology_.num_hosts(), mine = topology_.my_host;
   // Members of `num` hosts from `first` on; after the last host comes the first.
   auto num_members = [&](uint32_t first, uint32_t num) {
@@ -115,8 +115,9 @@ void CallMatcher::exchange_between_hosts(Group& group) {
     uint32_t ahead = (mine + held) % hosts, behind = (mine + hosts - held) % hosts;
     size_t num_sent = num_members(mine, num), num_received = num_members(ahead, num), before = gathered.size();
     gathered.resize(before + num_received);
-    send_receive(group.wait, group.link(topology_.host_leader(behind)), gathered.data(), num_sent * sizeof(CallHeader),
-                 group.link(topology_.host_leader(ahead)), gathered.data() + before, num_received * sizeof(CallHeader));
+    send_receive(context.wait, context.link(topology_.host_leader(behind)), gathered.data(),
+                 num_sent * sizeof(CallHeader), context.link(topology_.host_leader(ahead)), gathered.data() + before,
+                 num_received * sizeof(CallHeader));
     held += num;
   }
   headers_.resize(topology_.size);

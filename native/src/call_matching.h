@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "group.h"
+#include "call_context.h"
 
 namespace ronde {
 
@@ -19,12 +19,12 @@ class CallMatcher {
   // Returns the headers when all have arrived: those of all members when they differ or members have joined, otherwise
   // those of this host's members. For a pre-agreed call they are those of this host in any case. They are valid until
   // the next match.
-  const std::vector<CallHeader>& match(Group& group, const CallHeader& mine, bool pre_agreed);
+  const std::vector<CallHeader>& match(CallContext& context, const CallHeader& mine, bool pre_agreed);
   const std::vector<CallHeader>& headers() const { return headers_; }  // what match returned last
 
  private:
-  bool headers_differ(Group& group);
-  void exchange_between_hosts(Group& group);
+  bool headers_differ(CallContext& context);
+  void exchange_between_hosts(CallContext& context);
 
   const Topology& topology_;
   uint64_t num_matches_ = 0;

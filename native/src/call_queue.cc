@@ -18,7 +18,8 @@ void CallQueue::run(const std::shared_ptr<Call>& call) {
     }
   }
   if (!runs_here) return wait_for_turn_and_end(*call);
-  run_call_(*call);  // it is not finish()ed: nobody else waits for it
+  run_call_(*call);                                             // it is not finish()ed: nobody else waits for it
+  if (made_by_parent(generation_)) throw CallError{RD_FORKED};  // who held the mutex may not be in this process
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->current = nullptr;
   state_->changed.notify_all();
@@ -46,6 +47,7 @@ void CallQueue::wait_for_turn_and_end(Call& call) {
     if (call.wait(call.deadline)) return;
     given_up = CallError{RD_TIMEOUT};
   } catch (const CallError& interrupted) {
+    if (interrupted.status == RD_FORKED) throw;
     given_up = interrupted;
   }
   bool has_started = !call.end_before_start(given_up);
@@ -55,7 +57,7 @@ void CallQueue::wait_for_turn_and_end(Call& call) {
   throw given_up;
 }
 
-void CallQueue::thread_loop(State& state, const std::function<void(Call&)>& run_call) {
+void CallQueue::thread_loop(QueueState& state, const std::function<void(Call&)>& run_call) {
   std::unique_lock<std::mutex> lock(state.mutex);
   while (true) {
     state.changed.wait(lock, [&] { return state.closing || (state.current == nullptr && !state.queued.empty()); });
@@ -73,9 +75,10 @@ void CallQueue::thread_loop(State& state, const std::function<void(Call&)>& run_
       state.current = nullptr;
       lock.unlock();
       call->finish();
-    } else {  // it was cancelled
+    } else {
       lock.unlock();
     }
+    call->wait_uninterrupted();  // if it was cancelled, that may be under way: the result is not complete yet
     call->run_callbacks();
     call.reset();  // before the wait, which may be long
     lock.lock();

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "call.h"
 
 namespace ronde {
@@ -18,12 +19,13 @@ class CallQueue {
  public:
   // `run_call` fills call.result and does not throw. `abort` ends all calls, running and later ones, with this error.
   CallQueue(std::function<void(Call&)> run_call, std::function<void(const CallError&)> abort)
-      : run_call_(std::move(run_call)), abort_(std::move(abort)), state_(std::make_shared<State>()) {}
+      : run_call_(std::move(run_call)), abort_(std::move(abort)), state_(std::make_shared<QueueState>()) {}
   ~CallQueue() { close(); }
 
   // Returns when the call has finished. Throws CallError, without any effect, when the queue is closed or its thread
   // cannot be started. Throws CallError after it has aborted the channel when a call that waits for others before it
-  // reaches its deadline (RD_TIMEOUT), or a signal handler raises an exception meanwhile (RD_ABORTED, EINTR).
+  // reaches its deadline (RD_TIMEOUT), or a signal handler raises an exception meanwhile (RD_ABORTED, EINTR). Throws
+  // CallError{RD_FORKED} in a child that a signal handler has forked meanwhile.
   void run(const std::shared_ptr<Call>& call);
 
   // Queues the call; the queue's thread runs it and then its callbacks. Throws CallError as run() does.
@@ -41,7 +43,7 @@ class CallQueue {
 
  private:
   // Shared with the thread, which uses it for a moment after a callback has closed and destroyed the queue.
-  struct State {
+  struct QueueState {
     std::mutex mutex;  // guards everything below
     std::condition_variable changed;
     std::deque<std::shared_ptr<Call>> queued;
@@ -49,13 +51,14 @@ class CallQueue {
     bool closing = false;
   };
 
-  static void thread_loop(State& state, const std::function<void(Call&)>& run_call);
+  static void thread_loop(QueueState& state, const std::function<void(Call&)>& run_call);
   void enqueue(const std::shared_ptr<Call>& call);
   void wait_for_turn_and_end(Call& call);
 
+  const uint32_t generation_ = fork_generation.load();
   const std::function<void(Call&)> run_call_;
   const std::function<void(const CallError&)> abort_;
-  const std::shared_ptr<State> state_;
+  const std::shared_ptr<QueueState> state_;
   std::thread thread_;  // "ronde-channel", started by the first queued call; runs run_call_ and callbacks
 };
 

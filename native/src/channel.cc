@@ -97,14 +97,14 @@ void Channel::execute(Call& call) {
   try {
     CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &waiting_for_);
     events_.set_deadline(call.deadline.at_ns());
-    Group group{topology_,   segment_.get(), barrier_,  links_,      wait,
-                contiguous_, incoming_,      partials_, slots_used_, matcher_.headers()};
+    CallContext context{topology_,   segment_.get(), barrier_,  links_,      wait,
+                        contiguous_, incoming_,      partials_, slots_used_, matcher_.headers()};
     wait.check();
     locate_in_bucket(call);
     if (call.kind == RD_JOIN) {
-      run_join(call, group);
+      run_join(call, context);
     } else {
-      run_collective(call, group);
+      run_collective(call, context);
     }
     result.status = RD_OK;
   } catch (const CallError& error) {
@@ -150,13 +150,13 @@ void Channel::locate_in_bucket(Call& call) const {
   call.bucket_offset = offset;
 }
 
-void Channel::run_collective(Call& call, Group& group) {
+void Channel::run_collective(Call& call, CallContext& context) {
   rd_algorithm algorithm =
       choose_algorithm(topology_, call.kind, call.reduce_params, call.spans.count(), call.algorithm);
   CallHeader header = call.header(algorithm, ++sequence_);
   call.result.sequence = header.sequence;
-  if (algorithm == RD_DIRECT && segment_ != nullptr) direct_prepare(group, call);
-  const auto& headers = matcher_.match(group, header, call.pre_agreed);
+  if (algorithm == RD_DIRECT && segment_ != nullptr) direct_prepare(context, call);
+  const auto& headers = matcher_.match(context, header, call.pre_agreed);
   call.result.ready_ns = now_ns();
   call.result.algorithm = algorithm;
   const CallHeader* requested;
@@ -164,31 +164,32 @@ void Channel::run_collective(Call& call, Group& group) {
     for (const CallHeader& shown : headers) {
       rd_member_call& member_call = call.member_calls.emplace_back();
       member_call.signature = shown.signature;
+      member_call.kind = shown.kind;
       copy_description(member_call.description, shown.description);
     }
     throw CallError{RD_MISMATCH};
   }
-  run_algorithm(algorithm, call, group);
+  run_algorithm(algorithm, call, context);
 }
 
 // Takes part in the others' allreduces until every member has joined. A joined member learns from the headers which
 // allreduce it is. The others read its bucket or slot as soon as the headers match, so the zeros are written before:
 // into its second bucket area, because in the first there may be results that its caller still uses.
-void Channel::run_join(Call& call, Group& group) {
+void Channel::run_join(Call& call, CallContext& context) {
   call.bucket_area = 1;
   if (bucket() != nullptr) std::memset(bucket(1), 0, topology_.bucket_bytes);
   while (true) {
-    if (topology_.single_host() && segment_ != nullptr) direct_prepare_zeros(group);
-    const auto& headers = matcher_.match(group, call.header(RD_AUTO, ++sequence_), false);
+    if (topology_.single_host() && segment_ != nullptr) direct_prepare_zeros(context);
+    const auto& headers = matcher_.match(context, call.header(RD_AUTO, ++sequence_), false);
     const CallHeader* requested;
     MatchResult result = match_headers(headers, &requested);
     if (result == MatchResult::kAllJoined) return;
-    if (result == MatchResult::kMatch) contribute_zeros(*requested, call.deadline, group);
+    if (result == MatchResult::kMatch) contribute_zeros(*requested, call.deadline, context);
     // A mismatch among the others, or an operation that cannot be joined, is an error for them but not for this member.
   }
 }
 
-void Channel::contribute_zeros(const CallHeader& requested, const Deadline& deadline, Group& group) {
+void Channel::contribute_zeros(const CallHeader& requested, const Deadline& deadline, CallContext& context) {
   if (requested.kind != RD_ALLREDUCE) return;
   bool in_bucket = requested.in_bucket != 0;
   uint64_t bytes = requested.count * element_bytes(rd_dtype(requested.dtype));
@@ -207,38 +208,38 @@ void Channel::contribute_zeros(const CallHeader& requested, const Deadline& dead
   call.in_bucket = in_bucket;
   call.bucket_area = 1;
   call.bucket_offset = requested.bucket_offset;
-  run_algorithm(rd_algorithm(requested.algorithm), call, group);
+  run_algorithm(rd_algorithm(requested.algorithm), call, context);
   if (in_bucket) std::memset(zeros, 0, bytes);  // the result is there now
 }
 
-void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, Group& group) {
+void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, CallContext& context) {
   if (call.kind == RD_BARRIER) return;
-  if (topology_.size == 1) return single_member(group, call);
+  if (topology_.size == 1) return single_member(context, call);
   switch (call.kind) {
     case RD_ALLREDUCE:
-      if (call.reduce_params.op == RD_ADASUM) return adasum_allreduce(group, call);
-      if (algorithm == RD_DIRECT) return direct_allreduce(group, call);
-      if (algorithm == RD_DOUBLING) return recursive_doubling_allreduce(group, call);
-      if (algorithm == RD_HALVING) return halving_doubling_allreduce(group, call);
-      if (algorithm == RD_TWO_LEVEL) return two_level_allreduce(group, call);
-      if (algorithm == RD_PAIRWISE) return pairwise_exchange_allreduce(group, call);
-      return ring_allreduce(group, call);
+      if (call.reduce_params.op == RD_ADASUM) return adasum_allreduce(context, call);
+      if (algorithm == RD_DIRECT) return direct_allreduce(context, call);
+      if (algorithm == RD_DOUBLING) return recursive_doubling_allreduce(context, call);
+      if (algorithm == RD_HALVING) return halving_doubling_allreduce(context, call);
+      if (algorithm == RD_TWO_LEVEL) return two_level_allreduce(context, call);
+      if (algorithm == RD_PAIRWISE) return pairwise_exchange_allreduce(context, call);
+      return ring_allreduce(context, call);
     case RD_BROADCAST:
-      return algorithm == RD_DIRECT ? direct_broadcast(group, call) : binomial_tree_broadcast(group, call);
+      return algorithm == RD_DIRECT ? direct_broadcast(context, call) : binomial_tree_broadcast(context, call);
     case RD_ALLGATHER:
-      return algorithm == RD_DIRECT ? direct_allgather(group, call) : ring_allgather(group, call);
+      return algorithm == RD_DIRECT ? direct_allgather(context, call) : ring_allgather(context, call);
     case RD_REDUCE_SCATTER:
-      if (algorithm == RD_DIRECT) return direct_reduce_scatter(group, call);
-      if (algorithm == RD_PAIRWISE) return pairwise_exchange_reduce_scatter(group, call);
-      return ring_reduce_scatter(group, call);
+      if (algorithm == RD_DIRECT) return direct_reduce_scatter(context, call);
+      if (algorithm == RD_PAIRWISE) return pairwise_exchange_reduce_scatter(context, call);
+      return ring_reduce_scatter(context, call);
     case RD_REDUCE:
-      return algorithm == RD_DIRECT ? direct_reduce(group, call) : binomial_tree_reduce(group, call);
+      return algorithm == RD_DIRECT ? direct_reduce(context, call) : binomial_tree_reduce(context, call);
     case RD_GATHER:
-      return algorithm == RD_DIRECT ? direct_gather(group, call) : binomial_tree_gather(group, call);
+      return algorithm == RD_DIRECT ? direct_gather(context, call) : binomial_tree_gather(context, call);
     case RD_SCATTER:
-      return algorithm == RD_DIRECT ? direct_scatter(group, call) : binomial_tree_scatter(group, call);
+      return algorithm == RD_DIRECT ? direct_scatter(context, call) : binomial_tree_scatter(context, call);
     default:
-      return pairwise_exchange_alltoall(group, call);
+      return pairwise_exchange_alltoall(context, call);
   }
 }
 

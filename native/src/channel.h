@@ -7,9 +7,9 @@
 
 #include "announced_calls.h"
 #include "base/fork.h"
+#include "call_context.h"
 #include "call_matching.h"
 #include "call_queue.h"
-#include "group.h"
 #include "link/abort.h"
 #include "link/channel_events.h"
 #include "link/links.h"
@@ -23,7 +23,8 @@ class Channel {
   ~Channel() { close(); }
 
   // Leaves in good order when no call is queued or running; otherwise aborts the channel. Calls that are under way, and
-  // later ones, end with RD_CLOSED; those in other threads may do so a moment later. Idempotent.
+  // later ones, end with RD_CLOSED; those that other threads run, and have not announced, may do so a moment later.
+  // Idempotent.
   void close();
 
   const Topology& topology() const { return topology_; }
@@ -39,10 +40,10 @@ class Channel {
 
  private:
   void execute(Call& call);
-  void run_collective(Call& call, Group& group);
-  void run_join(Call& call, Group& group);
-  void contribute_zeros(const CallHeader& requested, const Deadline& deadline, Group& group);
-  void run_algorithm(rd_algorithm algorithm, const Call& call, Group& group);
+  void run_collective(Call& call, CallContext& context);
+  void run_join(Call& call, CallContext& context);
+  void contribute_zeros(const CallHeader& requested, const Deadline& deadline, CallContext& context);
+  void run_algorithm(rd_algorithm algorithm, const Call& call, CallContext& context);
   void locate_in_bucket(Call& call) const;
 
   const uint32_t generation_ = fork_generation.load();

@@ -20,7 +20,7 @@ namespace ronde {
 
 namespace {
 
-constexpr int64_t kMaxSleepNs = 50'000'000;  // of a caller for which Python's signal handlers have to run
+constexpr int64_t kHandlersNs = 50'000'000;  // how often a caller lets Python run its signal handlers
 constexpr int64_t kLongSleepNs = 3600'000'000'000;
 constexpr int kTickMs = 1;              // how often the thread looks whether callers still move the bytes
 constexpr uint32_t kThreadSpins = 200;  // of the thread, before it sleeps
@@ -41,6 +41,14 @@ const rd_message& checked(const rd_message& params, uint32_t num_ranks) {
 std::string text_of(const rd_message& params) {
   return params.description == nullptr ? std::string() : params.description;
 }
+
+// Counts a caller, while this lives.
+struct Counted {
+  explicit Counted(std::atomic<uint32_t>& count) : count(count) { ++count; }
+  ~Counted() { --count; }
+  Counted(const Counted&) = delete;
+  std::atomic<uint32_t>& count;
+};
 
 void pause(const SpinPolicy& policy, uint32_t spins) {
   spins % policy.yield_every + 1 == policy.yield_every ? void(sched_yield()) : cpu_pause();
@@ -110,7 +118,9 @@ void Endpoint::add_link(uint32_t peer, bool opened_here, FileDescriptor socket, 
 // --- messages of this rank -------------------------------------------------------------------------------------------
 
 void Endpoint::start(const MessagePtr& message) {
-  message->result.start_ns = message->result.ready_ns = now_ns();
+  int64_t now = now_ns();
+  message->result.start_ns = message->result.ready_ns = now;
+  expire_deadlines(now);  // while callers are busy, the thread does not come to it
   bool is_send = message->kind == RD_SEND;
   if (closed_ || (is_send && leaving_) || contexts_[message->context].ended) return finish(message, RD_CLOSED, -1);
   is_send ? start_send(message) : start_receive(message);
@@ -193,7 +203,10 @@ void Endpoint::start_receive(const MessagePtr& message) {
     finish(message, RD_PEER_LOST, gone, peers_[uint32_t(gone)].error);
     return erase_if_empty(context, message->tag);
   }
-  tag.receives.push_back(message);
+  // Usually at the end. But a receive from any rank may come back to where it was, when its sender is lost.
+  auto later = [](int64_t start_ns, const MessagePtr& other) { return start_ns < other->result.start_ns; };
+  auto at = std::upper_bound(tag.receives.begin(), tag.receives.end(), message->result.start_ns, later);
+  tag.receives.insert(at, message);
 }
 
 void Endpoint::report_loss(Context& context, const MessagePtr& receive) {
@@ -227,7 +240,7 @@ void Endpoint::withdraw(const MessagePtr& message, rd_status status, int member,
   finish(message, status, member, detail);
 }
 
-// A receive that ends early has taken nothing: a message that is arriving for it can be received by another one.
+// A receive that ends early has taken nothing: a message that is arriving for it goes to the next receive that it fits.
 void Endpoint::withdraw_receive(const MessagePtr& message) {
   Context& context = contexts_[message->context];
   Tag& tag = context.tags[message->tag];
@@ -236,25 +249,18 @@ void Endpoint::withdraw_receive(const MessagePtr& message) {
     tag.receives.erase(found);
     return erase_if_empty(context, message->tag);
   }
+  erase_if_empty(context, message->tag);
   for (Peer& peer : peers_) {
     if (peer.incoming == nullptr || peer.incoming->arrival == nullptr) continue;
     ArrivalPtr arrival = peer.incoming->arrival;
     if (arrival->receive != message) continue;
     arrival->receive = nullptr;
-    if (!message->has_flag(RD_ANY_SIZE)) {
-      char* before = arrival->target;
-      if (!allocate_block(*arrival)) {
-        peer.incoming->arrival = nullptr;
-        peer.incoming->end(ENOMEM);  // or the message would be lost without a word
-        return;
-      }
-      std::memcpy(arrival->target, before, arrival->received);
+    if (!begin_arrival(arrival)) {
+      peer.incoming->arrival = nullptr;
+      peer.incoming->end(ENOMEM);  // or the message would be lost without a word
     }
-    arrival->unexpected = true;
-    tag.unexpected.push_front(arrival);  // what came after it from the same rank is behind it
     return;
   }
-  erase_if_empty(context, message->tag);
 }
 
 // A send that has begun must be completed, or the next message would begin in the middle of it: what is left is copied.
@@ -262,9 +268,13 @@ void Endpoint::withdraw_receive(const MessagePtr& message) {
 bool Endpoint::withdraw_send(const MessagePtr& message) {
   Peer& peer = peers_[uint32_t(message->peer)];
   Flow& flow = peer.flows[message->context];
+  auto start_next = [&] {
+    if (!contexts_[message->context].ended) admit(uint32_t(message->peer), message->context);
+  };
   auto waiting = std::find(flow.waiting.begin(), flow.waiting.end(), message);
   if (waiting != flow.waiting.end()) {
     flow.waiting.erase(waiting);
+    start_next();  // it may be smaller
     return true;
   }
   if (peer.outgoing == nullptr) return false;
@@ -275,7 +285,7 @@ bool Endpoint::withdraw_send(const MessagePtr& message) {
     outgoing.queue.erase(queued);
     if (message->has_flag(RD_EXPECTED)) return false;
     flow.outstanding -= message->cost();
-    admit(uint32_t(message->peer), message->context);
+    start_next();
     return false;
   }
   rd_message params{};
@@ -312,6 +322,7 @@ void Endpoint::run(const MessagePtr& message) {
   try {
     if (!wait_for(message, message->deadline, true, lock)) withdraw(message, RD_TIMEOUT, message->peer);
   } catch (const CallError& error) {
+    if (error.status == RD_FORKED) throw;  // nothing here is this process's
     withdraw(message, error.status, error.member, error.detail);
     // It may have ended meanwhile, by a signal handler that closed the endpoint; what the handler raised counts.
     message->result.status = error.status;
@@ -341,43 +352,61 @@ bool Endpoint::wait(const MessagePtr& message, const Deadline& deadline) {
 
 // The caller moves bytes itself for a while, because that is fastest; then it sleeps and the thread moves them.
 bool Endpoint::wait_for(const MessagePtr& message, const Deadline& deadline, bool run_handlers, Lock& lock) {
+  bool is_under_way = true;
+  while (is_under_way && spin(message, deadline, lock)) {
+    expire_deadlines(now_ns());
+    if (run_handlers) run_handlers_unlocked(*message, lock);
+    is_under_way = message->result.ready_ns != message->result.start_ns;  // or all bytes were those of other messages
+  }
+  if (message->finished.load() != 0) return true;
+  if (deadline.expired()) return false;
+  ensure_thread();
+  Counted asleep(num_asleep_);
+  kick();
+  while (message->finished.load() == 0 && !deadline.expired()) {
+    ++message->num_sleepers;
+    lock.unlock();
+    int64_t limit_ns = std::min<int64_t>(run_handlers ? kHandlersNs : kLongSleepNs, deadline.remaining_ns());
+    bool woken = limit_ns <= 0 || futex_wait(&message->finished, 0, limit_ns);
+    lock.lock();
+    --message->num_sleepers;
+    if (!woken && run_handlers) run_handlers_unlocked(*message, lock);
+  }
+  return message->finished.load() != 0;
+}
+
+// Moves bytes until the message has finished, the deadline has expired, or nothing has moved for a while. Returns true
+// when bytes still move after kHandlersNs. While signal handlers run, the thread has to move the bytes: not in here.
+bool Endpoint::spin(const MessagePtr& message, const Deadline& deadline, Lock& lock) {
   uint32_t max_spins = message->has_flag(RD_BACKGROUND) ? kThreadSpins : policy_.spins;
-  ++num_spinning_;
+  Counted spinning(num_spinning_);
   ++num_waits_;
+  int64_t limit_ns = 0;
   for (uint32_t spins = 0, rounds = 1; spins < max_spins && message->finished.load() == 0; ++rounds) {
     bool moved = progress(rounds % (num_sockets_ > 0 ? kSocketInterval : kWakeupInterval) == 0);
     if (message->finished.load() != 0) break;
     if (moved) {
       spins = 0;
-      if (deadline.expired()) break;
+      int64_t now = now_ns();
+      if (now >= deadline.at_ns()) break;
+      if (limit_ns == 0) limit_ns = now + kHandlersNs;
+      if (now >= limit_ns) return true;
     }
     lock.unlock();
     pause(policy_, spins++);
     lock.lock();
   }
-  --num_spinning_;
-  if (message->finished.load() != 0) return true;
-  if (deadline.expired()) return false;
-  ensure_thread();
-  ++num_asleep_;
-  kick();
-  while (message->finished.load() == 0) {
-    ++message->num_sleepers;
-    lock.unlock();
-    int64_t limit_ns = std::min<int64_t>(run_handlers ? kMaxSleepNs : kLongSleepNs, deadline.remaining_ns());
-    bool woken = limit_ns <= 0 || futex_wait(&message->finished, 0, limit_ns);
-    bool interrupted = !woken && run_handlers && run_signal_handlers();
-    lock.lock();
-    --message->num_sleepers;
-    if (interrupted) {
-      --num_asleep_;
-      throw CallError{RD_ABORTED, message->peer, EINTR};
-    }
-    if (message->finished.load() != 0) break;
-    if (deadline.expired()) break;
-  }
-  --num_asleep_;
-  return message->finished.load() != 0;
+  return false;
+}
+
+// Lets Python run its signal handlers. One of them may close the endpoint, or fork: in the child the mutex may be held
+// by a thread that does not exist there. Throws CallError when the wait must end; with RD_FORKED the mutex is not held.
+void Endpoint::run_handlers_unlocked(const Message& message, Lock& lock) {
+  lock.unlock();
+  bool raised = run_signal_handlers();
+  if (is_of_parent()) throw CallError{RD_FORKED};
+  lock.lock();
+  if (raised) throw CallError{RD_ABORTED, message.peer, EINTR};
 }
 
 // --- the end ---------------------------------------------------------------------------------------------------------
@@ -399,18 +428,17 @@ void Endpoint::for_each_message(const std::function<void(const MessagePtr&)>& vi
 
 void Endpoint::end_context(uint64_t number) {
   Lock lock(mutex_);
+  Context& context = contexts_[number];
+  context.ended = true;
   for_each_message([&](const MessagePtr& message) {
     if (message->context == number && message->own_data == nullptr) withdraw(message, RD_CLOSED, -1);
   });
-  Context& context = contexts_[number];
-  context.ended = true;
   auto tags = std::move(context.tags);
   context.tags.clear();
   for (auto& [tag_number, tag] : tags) {
     for (const ArrivalPtr& arrival : tag.unexpected) {
       arrival->unexpected = false;
-      arrival->target = nullptr;
-      arrival->block = nullptr;
+      arrival->drop_data();
       if (arrival->complete()) give_credit(*arrival);
     }
   }
@@ -419,22 +447,21 @@ void Endpoint::end_context(uint64_t number) {
 bool Endpoint::leave(const Deadline& deadline) {
   Lock lock(mutex_);
   leaving_ = true;
-  for (Peer& peer : peers_) {
-    if (peer.outgoing == nullptr) continue;
-    peer.outgoing->says_goodbye = true;
-    write(*peer.outgoing);
-  }
-  kick();
-  auto all_left = [&] {
-    return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.outgoing == nullptr; });
-  };
-  while (!closed_ && !all_left()) {
-    if (!progress(true)) {
-      if (deadline.expired()) return false;
-      lock.unlock();
-      usleep(100);
-      lock.lock();
+  while (!closed_) {
+    bool all_left = true;
+    for (Peer& peer : peers_) {
+      if (peer.outgoing == nullptr) continue;
+      all_left = false;
+      if (peer.outgoing->says_goodbye || peer.has_waiting()) continue;
+      peer.outgoing->says_goodbye = true;
+      write(*peer.outgoing);
     }
+    if (all_left) break;
+    bool moved = progress(true);
+    if (deadline.expired()) return false;
+    lock.unlock();
+    if (!moved) usleep(100);
+    lock.lock();
   }
   return true;
 }
@@ -517,7 +544,7 @@ void Endpoint::thread_loop() {
       continue;
     }
     bool moved = progress(true);
-    int64_t next_deadline_ns = expire_deadlines();
+    int64_t next_deadline_ns = expire_deadlines(now_ns());
     if (moved) spins = 0;
     if (moved || spins++ < kThreadSpins || !prepare_sleep()) {
       lock.unlock();
@@ -526,13 +553,14 @@ void Endpoint::thread_loop() {
       continue;
     }
     thread_sleeps_ = true;
+    thread_polls_ = true;
     lock.unlock();
     epoll_event event;
     int64_t limit_ms = std::min<int64_t>(next_deadline_ns / 1'000'000 + 1, kMaxThreadSleepMs);
     epoll_wait(epoll_.get(), &event, 1, int(limit_ms));
     clear_kicks();
     lock.lock();
-    thread_sleeps_ = false;
+    thread_sleeps_ = thread_polls_ = false;
     spins = 0;
     for (uint32_t peer : linked_) {
       if (peers_[peer].outgoing != nullptr) peers_[peer].outgoing->link.end_sleep();
@@ -551,6 +579,15 @@ void Endpoint::kick() {
   if (!thread_sleeps_) return;
   uint64_t one = 1;
   (void)!::write(kick_.get(), &one, sizeof one);
+}
+
+// Wakes the thread when it would sleep on although there is something to do: a caller has left something on a link, of
+// which only this process knows, or has taken the byte that was to wake the thread. The kernel wakes a sleeper for a
+// byte, but lets it sleep on if the byte is gone; and no rank sends a second one to a side that it has woken.
+void Endpoint::hand_over() {
+  if (!thread_polls_) return;
+  thread_polls_ = false;  // once is enough
+  kick();
 }
 
 // Returns false when something can be done at once.
@@ -583,9 +620,9 @@ void Endpoint::watch_output(MessageLink& link, bool wanted, bool* watched, uint6
 }
 
 // Ends the submitted messages whose time is over. Returns the time until the next deadline.
-int64_t Endpoint::expire_deadlines() {
+int64_t Endpoint::expire_deadlines(int64_t now) {
   while (!deadlines_.empty()) {
-    int64_t remaining_ns = deadlines_.begin()->first - now_ns();
+    int64_t remaining_ns = deadlines_.begin()->first - now;
     if (remaining_ns > 0) return remaining_ns;
     MessagePtr message = deadlines_.begin()->second;
     withdraw(message, RD_TIMEOUT, message->peer);

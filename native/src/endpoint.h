@@ -17,6 +17,7 @@
 // still be received.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <functional>
@@ -30,6 +31,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/fork.h"
 #include "link/message_link.h"
 #include "link/wait.h"
 #include "message_memory.h"
@@ -108,6 +110,7 @@ class Endpoint {
   void get_current_message(uint64_t context, rd_current_call* current, int32_t* missing);
 
   uint32_t num_ranks() const { return uint32_t(peers_.size()); }
+  bool is_of_parent() const { return made_by_parent(generation_); }  // in a forked child: it may not be touched
 
   // Where the data begins in the block of a received message.
   static uint64_t block_offset(uint64_t header_bytes) { return (header_bytes + 63) / 64 * 64; }
@@ -139,13 +142,17 @@ class Endpoint {
     Frame frame{};
     std::string header;
     uint64_t received = 0;
-    char* target = nullptr;   // where the data goes; null when it is thrown away
+    char* target = nullptr;   // where the data goes, and what has been received is; null when it is thrown away
     MessageMemory block;      // the header and the data, unless the data goes into the receiver's memory
     MessagePtr receive;       // the receive that it was matched with, if any
     bool unexpected = false;  // whether it is among the unexpected ones of its tag
 
     bool complete() const { return received == frame.bytes; }
     char* block_data() const { return block.get() + block_offset(frame.header_bytes); }
+    void drop_data() {
+      target = nullptr;
+      block = nullptr;
+    }
   };
   using ArrivalPtr = std::shared_ptr<Arrival>;
 
@@ -208,6 +215,9 @@ class Endpoint {
     bool lost = false;                                  // a link to it has ended, or the caller has declared it lost
     bool declared = false;                              // the caller has
     int error = 0;
+    bool has_waiting() const {
+      return std::any_of(flows.begin(), flows.end(), [](const auto& flow) { return !flow.second.waiting.empty(); });
+    }
   };
 
   static constexpr uint64_t kKickKey = UINT64_MAX;  // in the epoll set, in place of a link
@@ -228,6 +238,8 @@ class Endpoint {
   bool withdraw_send(const MessagePtr& message);
 
   bool wait_for(const MessagePtr& message, const Deadline& deadline, bool run_handlers, Lock& lock);
+  bool spin(const MessagePtr& message, const Deadline& deadline, Lock& lock);
+  void run_handlers_unlocked(const Message& message, Lock& lock);
   bool progress(bool poll_sockets);
   bool poll_sockets();
   bool write(OutgoingLink& outgoing);
@@ -254,12 +266,14 @@ class Endpoint {
   bool callers_are_active(uint32_t* last_num_waits) const;
   void clear_kicks();
   void kick();
+  void hand_over();
   bool prepare_sleep();
-  int64_t expire_deadlines();
+  int64_t expire_deadlines(int64_t now);
   void watch_output(MessageLink& link, bool wanted, bool* watched, uint64_t key);
 
   const uint32_t rank_;
   const SpinPolicy policy_;
+  const uint32_t generation_ = fork_generation.load();
   FileDescriptor epoll_, kick_;
   std::mutex mutex_;              // guards everything below
   std::vector<Peer> peers_;       // by rank
@@ -271,7 +285,8 @@ class Endpoint {
   std::atomic<uint32_t> num_asleep_{0};    // callers that sleep until the thread has moved their bytes
   std::atomic<uint32_t> num_waits_{0};     // of callers, so far
   uint32_t num_sockets_ = 0;               // links between hosts
-  bool thread_sleeps_ = false;
+  bool thread_sleeps_ = false;             // until the next look at the callers, or as below
+  bool thread_polls_ = false;              // it sleeps until the kernel has something for it, or hand_over() is called
   bool leaving_ = false;
   bool closed_ = false;
   std::atomic<bool> closing_{false};  // as closed_, for the thread when it does not have the mutex

@@ -1,5 +1,4 @@
 // The functions of ronde.h for messages: plain types in, status codes out. No exception leaves this file.
-#include <cerrno>
 #include <mutex>
 #include <unordered_map>
 
@@ -13,6 +12,7 @@
 namespace {
 
 using ronde::CallError;
+using ronde::check_may_wait;
 using ronde::Deadline;
 using ronde::Endpoint;
 using ronde::FileDescriptor;
@@ -22,7 +22,6 @@ using ronde::Message;
 // An endpoint and its submitted messages. It lives until the last call that uses it has returned.
 struct OpenEndpoint {
   OpenEndpoint(uint32_t rank, uint32_t num_ranks, ronde::SpinPolicy policy) : endpoint(rank, num_ranks, policy) {}
-  const uint32_t generation = ronde::fork_generation.load();
   std::mutex mutex;  // guards last_work and submitted
   uint64_t last_work = 0;
   std::unordered_map<uint64_t, std::shared_ptr<Message>> submitted;  // by work
@@ -45,7 +44,7 @@ OpenEndpoints& open_endpoints() {
 std::shared_ptr<OpenEndpoint> find(rd_endpoint number) {
   std::lock_guard<std::mutex> lock(ronde::fork_mutex());
   auto found = open_endpoints().by_number.find(number);
-  bool is_own = found != open_endpoints().by_number.end() && !ronde::made_by_parent(found->second->generation);
+  bool is_own = found != open_endpoints().by_number.end() && !found->second->endpoint.is_of_parent();
   return is_own ? found->second : nullptr;
 }
 
@@ -53,10 +52,6 @@ std::shared_ptr<OpenEndpoint> find_open(rd_endpoint number) {
   if (auto open = find(number)) return open;
   std::lock_guard<std::mutex> lock(ronde::fork_mutex());
   throw CallError{open_endpoints().by_number.count(number) > 0 ? RD_FORKED : RD_CLOSED};
-}
-
-void check_may_wait() {
-  if (ronde::waiting_is_forbidden) throw CallError{RD_BAD_CALL, -1, EDEADLK};
 }
 
 std::shared_ptr<Message> find_message(OpenEndpoint& open, uint64_t work) {
@@ -183,7 +178,7 @@ RD_API void rd_close_endpoint(rd_endpoint endpoint) {
     std::lock_guard<std::mutex> lock(ronde::fork_mutex());
     OpenEndpoints& all = open_endpoints();
     auto found = all.by_number.find(endpoint);
-    if (found == all.by_number.end() || ronde::made_by_parent(found->second->generation)) return;
+    if (found == all.by_number.end() || found->second->endpoint.is_of_parent()) return;
     closed = std::move(found->second);
     all.by_number.erase(found);
   }

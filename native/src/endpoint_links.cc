@@ -51,7 +51,7 @@ bool Endpoint::poll_sockets() {
     MessageLink* link = is_outgoing ? (other.outgoing == nullptr ? nullptr : &other.outgoing->link)
                                     : (other.incoming == nullptr ? nullptr : &other.incoming->link);
     if (link == nullptr) continue;  // it ended with an event before this one
-    link->clear_wakeups();
+    if (link->clear_wakeups()) hand_over();
     moved |= is_outgoing ? read_credits(peer) : read(peer);
     if (other.outgoing != nullptr && is_outgoing) moved |= write(*other.outgoing);
     if (other.incoming != nullptr && !is_outgoing) moved |= send_credits(*other.incoming);
@@ -84,7 +84,7 @@ bool Endpoint::write(OutgoingLink& outgoing) {
     uint64_t total = sizeof(Frame) + message->header.size() + message->bytes;
     outgoing.position += outgoing.link.try_send(pieces, num_pieces);
     moved += outgoing.position - before;
-    if (outgoing.position < total) return moved > 0;
+    if (outgoing.position < total) break;
     outgoing.queue.pop_front();
     outgoing.position = 0;
     finish(message, RD_OK, message->peer);
@@ -96,6 +96,7 @@ bool Endpoint::write(OutgoingLink& outgoing) {
     outgoing.position += outgoing.link.try_send(&piece, 1);
     outgoing.goodbye_sent = outgoing.position == sizeof(Frame);
   }
+  if (outgoing.has_output()) hand_over();
   return moved > 0;
 }
 
@@ -180,6 +181,7 @@ bool Endpoint::read(uint32_t peer) {
     }
     if (received == 0) break;
   }
+  if (moved >= kBudgetBytes) hand_over();  // there may be more, that has been taken from the kernel
   return moved > 0;
 }
 
@@ -188,6 +190,7 @@ bool Endpoint::send_credits(IncomingLink& incoming) {
   iovec piece{incoming.credits.data(), incoming.credits.size()};
   size_t sent = incoming.link.try_send(&piece, 1);
   incoming.credits.erase(0, sent);
+  if (incoming.has_output()) hand_over();
   return sent > 0;
 }
 
@@ -257,8 +260,7 @@ void Endpoint::lose_peer_locked(uint32_t peer, int error) {
     if (arrival->unexpected) {
       remove_unexpected(arrival);
     } else if (receive != nullptr && receive->peer == RD_ANY_SOURCE) {
-      // A message of another rank will do. It was started before those that wait.
-      contexts_[receive->context].tags[receive->tag].receives.push_front(receive);
+      start_receive(receive);  // a message of another rank will do, and one may be here
     } else if (receive != nullptr) {
       finish(receive, RD_PEER_LOST, int(peer), error);
     }
@@ -297,35 +299,40 @@ void Endpoint::remove_incoming(Peer& peer) {
 
 // --- messages that arrive --------------------------------------------------------------------------------------------
 
-// Decides where the data of a message goes: to the first receive that it fits, or into memory of the endpoint. Returns
-// false when there is no memory for it.
+// Decides where the data of a message goes, when it begins and when the receive that it was for has ended early: to the
+// first receive that it fits, or into memory of the endpoint. Returns false when there is no memory for it.
 bool Endpoint::begin_arrival(const ArrivalPtr& arrival) {
   Context& context = contexts_[arrival->frame.context];
-  if (context.ended) return true;
-  Tag& tag = context.tags[arrival->frame.tag];
-  auto found = std::find_if(tag.receives.begin(), tag.receives.end(), [&](const MessagePtr& receive) {
-    return receive->peer == RD_ANY_SOURCE || receive->peer == int(arrival->source);
-  });
-  bool has_memory = true;
-  if (found != tag.receives.end()) {
-    MessagePtr receive = *found;
-    tag.receives.erase(found);
-    has_memory = match(arrival, receive);
-  } else if ((arrival->frame.flags & RD_EXPECTED) == 0) {
-    has_memory = allocate_block(*arrival);
-    if (has_memory) {
-      arrival->unexpected = true;
-      tag.unexpected.push_back(arrival);
+  bool has_memory = true, is_kept = false;
+  if (!context.ended) {
+    Tag& tag = context.tags[arrival->frame.tag];
+    auto found = std::find_if(tag.receives.begin(), tag.receives.end(), [&](const MessagePtr& receive) {
+      return receive->peer == RD_ANY_SOURCE || receive->peer == int(arrival->source);
+    });
+    if (found != tag.receives.end()) {
+      MessagePtr receive = *found;
+      tag.receives.erase(found);
+      has_memory = match(arrival, receive);
+      is_kept = true;
+    } else if ((arrival->frame.flags & RD_EXPECTED) == 0) {
+      has_memory = is_kept = allocate_block(*arrival);
+      arrival->unexpected = is_kept;
+      if (is_kept) tag.unexpected.push_back(arrival);
     }
+    erase_if_empty(context, arrival->frame.tag);
   }
-  erase_if_empty(context, arrival->frame.tag);
+  if (!is_kept) arrival->drop_data();
   return has_memory;
 }
 
+// Lets a message have memory of its own, with what has been received of it. Returns false when there is none.
 bool Endpoint::allocate_block(Arrival& arrival) {
-  arrival.block.reset(allocate_message_memory(block_offset(arrival.frame.header_bytes) + arrival.frame.bytes));
-  if (arrival.block == nullptr) return false;
-  std::memcpy(arrival.block.get(), arrival.header.data(), arrival.header.size());
+  if (arrival.block != nullptr) return true;
+  MessageMemory block(allocate_message_memory(block_offset(arrival.frame.header_bytes) + arrival.frame.bytes));
+  if (block == nullptr) return false;
+  std::memcpy(block.get(), arrival.header.data(), arrival.header.size());
+  arrival.block = std::move(block);
+  if (arrival.received > 0) std::memcpy(arrival.block_data(), arrival.target, arrival.received);
   arrival.target = arrival.block_data();
   return true;
 }
@@ -334,19 +341,18 @@ bool Endpoint::allocate_block(Arrival& arrival) {
 bool Endpoint::match(const ArrivalPtr& arrival, const MessagePtr& receive) {
   receive->result.ready_ns = now_ns();
   if (receive->has_flag(RD_ANY_SIZE)) {
-    if (arrival->block == nullptr && !allocate_block(*arrival)) {
+    if (!allocate_block(*arrival)) {
       finish(receive, RD_SYSTEM, int(arrival->source), ENOMEM);
       return false;
     }
   } else if (receive->signature != arrival->frame.signature || receive->bytes != arrival->frame.bytes) {
-    arrival->target = nullptr;
-    arrival->block = nullptr;
+    arrival->drop_data();
     receive->received_header = arrival->header;
     finish(receive, RD_MISMATCH, int(arrival->source));
     return true;
   } else {
-    if (arrival->block != nullptr && arrival->received > 0)
-      std::memcpy(receive->data, arrival->target, arrival->received);
+    // The memory of two receives may overlap.
+    if (arrival->received > 0) std::memmove(receive->data, arrival->target, arrival->received);
     arrival->target = receive->data;
     arrival->block = nullptr;
   }

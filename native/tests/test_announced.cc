@@ -1,4 +1,8 @@
 // Announced calls: members of one host agree in shared memory on what is ready and in which order it runs.
+#include <pthread.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -6,6 +10,7 @@
 #include <future>
 #include <numeric>
 #include <random>
+#include <utility>
 
 #include "base/python_signals.h"
 #include "check.h"
@@ -65,6 +70,40 @@ struct Operation {
   std::shared_ptr<Call> call;
   ronde::Callback on_end{};
 };
+
+// A Python whose signal handler does this whenever the main thread has slept for a moment. Other threads run none.
+class SignalHandler {
+ public:
+  explicit SignalHandler(std::function<int()> handler) {
+    function() = std::move(handler);
+    static const rd_interpreter interpreter{[] { return 0; }, [] { return function()(); },
+                                            [](void** a, void** b, void** c) { *a = *b = *c = nullptr; }, [](int) {}};
+    ronde::set_interpreter(&interpreter);
+  }
+  ~SignalHandler() { ronde::set_interpreter(nullptr); }
+  SignalHandler(const SignalHandler&) = delete;
+
+ private:
+  static std::function<int()>& function() {
+    static std::function<int()> current;
+    return current;
+  }
+};
+
+// Waits for the call in the main thread. Returns also what ended the wait and not the call.
+rd_status wait_or_catch(Operation& operation, Channel& channel, int* detail = nullptr) {
+  try {
+    return operation.wait(channel);
+  } catch (const ronde::CallError& error) {
+    if (detail != nullptr) *detail = error.detail;
+    return error.status;
+  }
+}
+
+void yield_for(double duration_s) {
+  Deadline end(duration_s);
+  while (!end.expired()) std::this_thread::yield();
+}
 
 float value_of(uint32_t id, uint32_t round) { return float(1 + id % 7 + 10 * (round % 5)); }
 
@@ -242,6 +281,28 @@ TEST(a_wait_that_is_over_too_early_leaves_the_call_announced_and_names_who_is_mi
   });
 }
 
+TEST(a_wait_that_is_over_too_early_ends_nothing_that_runs_meanwhile) {
+  ThreadRanks all(setup_of(2, 4));
+  std::promise<void> timed_out;
+  auto may_execute = timed_out.get_future().share();
+  all.run([&](uint32_t rank, Channel& channel) {
+    Operation ready(0, 10, 1), lonely(1, 10, 1);
+    ready.announce(channel, true);
+    if (rank == 1) {
+      may_execute.wait();
+    } else {
+      while (!channel.announced().missing(0).empty()) std::this_thread::yield();
+      lonely.announce(channel, true, 0.1);
+      CHECK_EQ(lonely.wait(channel, 0.1), RD_TIMEOUT);
+      CHECK(!ready.call->finished());
+      CHECK(channel.announced().cancel(lonely.call));
+      timed_out.set_value();
+    }
+    CHECK_EQ(ready.wait(channel), RD_OK);
+    ready.check(2);
+  });
+}
+
 TEST(a_revoked_id_takes_its_call_back_and_can_be_agreed_on_again) {
   ThreadRanks all(setup_of(2, 4));
   std::promise<void> withdrawn;
@@ -340,27 +401,92 @@ TEST(a_member_that_leaves_ends_only_the_calls_that_need_it) {
   });
 }
 
+TEST(a_call_that_nobody_waits_for_ends_if_it_needs_a_member_that_had_left_before) {
+  for (bool is_aborted : {false, true}) {
+    ThreadRanks all(setup_of(2, 4));
+    Channel& channel = all.channel(0);
+    Operation both(0, 10, 1), other(0, 10, 1);
+    both.announce(channel, false);  // the thread executes it
+    CHECK_EQ(other.run(all.channel(1)), RD_OK);
+    CHECK(both.call->wait(Deadline(60)));
+    if (is_aborted) all.channel(1).abort({RD_PEER_LOST, 1});
+    all.destroy(1);
+    for (double idle_s : {0.0, 0.2}) {
+      yield_for(idle_s);  // after a moment without calls the thread sleeps until it is woken
+      Operation late(0, 10, 1);
+      late.announce(channel, false);
+      CHECK(late.call->wait(Deadline(60)));
+      CHECK_EQ(late.call->result.status, int(RD_PEER_LOST));
+      CHECK_EQ(late.call->result.member, 1);
+    }
+  }
+}
+
 TEST(an_exception_of_a_signal_handler_ends_the_wait_and_not_the_call) {
-  // A Python whose signal handlers raise. They run in the main thread, so the first rank is this very thread.
-  rd_interpreter raising{[] { return 0; }, [] { return -1; },
-                         [](void** a, void** b, void** c) { *a = *b = *c = nullptr; }, [](int) {}};
-  ronde::set_interpreter(&raising);
+  // Handlers run in the main thread, so the first rank is this very thread.
   ThreadRanks all(setup_of(2, 4));
   Operation operation(0, 10, 1), other(0, 10, 1);
   operation.announce(all.channel(0), true);
-  int detail = 0;
-  try {
-    operation.wait(all.channel(0));
-  } catch (const ronde::CallError& error) {
-    CHECK_EQ(error.status, RD_ABORTED);
-    detail = error.detail;
+  {
+    SignalHandler raises([] { return -1; });
+    int detail = 0;
+    CHECK_EQ(wait_or_catch(operation, all.channel(0), &detail), RD_ABORTED);
+    CHECK_EQ(detail, EINTR);
   }
-  CHECK_EQ(detail, EINTR);
-  ronde::set_interpreter(nullptr);
   std::thread second([&] { CHECK_EQ(other.run(all.channel(1)), RD_OK); });
   CHECK_EQ(operation.wait(all.channel(0)), RD_OK);
   second.join();
   operation.check(2);
+}
+
+TEST(an_exception_of_a_signal_handler_is_not_lost_when_the_call_has_ended_meanwhile) {
+  ThreadRanks all(setup_of(2, 4));
+  Channel& channel = all.channel(0);
+  Operation operation(0, 10, 1);
+  operation.announce(channel, true);
+  SignalHandler handler([&] {
+    CHECK(channel.announced().cancel(operation.call));
+    return -1;
+  });
+  int detail = 0;
+  CHECK_EQ(wait_or_catch(operation, channel, &detail), RD_ABORTED);
+  CHECK_EQ(detail, EINTR);
+  CHECK_EQ(operation.wait(channel), RD_CANCELLED);
+}
+
+TEST(a_child_that_a_signal_handler_forks_ends_its_wait_and_runs_no_callbacks) {
+  for (bool is_executing : {false, true}) {
+    ThreadRanks all(setup_of(2, 4));
+    std::atomic<int> num_told{0};
+    std::promise<void> forked;
+    pid_t child = -1;
+    Operation operation(0, 10, 1), other(0, 10, 1);
+    operation.on_end = {[](void* context, const rd_result*) { ++*static_cast<std::atomic<int>*>(context); }, &num_told};
+    operation.announce(all.channel(0), true);
+    if (is_executing) other.announce(all.channel(1), true);
+    std::thread second([&] {
+      forked.get_future().wait();
+      CHECK_EQ(is_executing ? other.wait(all.channel(1)) : other.run(all.channel(1)), RD_OK);
+    });
+    rd_status status;
+    {
+      SignalHandler handler([&] {
+        if (child >= 0) return 0;
+        child = fork();
+        if (child > 0) forked.set_value();
+        return child > 0 ? 0 : int(alarm(60));  // ends a child that waits
+      });
+      status = wait_or_catch(operation, all.channel(0));
+    }
+    if (child == 0) _exit(status == RD_FORKED && num_told == 0 ? 0 : 1);
+    CHECK_EQ(status, RD_OK);
+    second.join();
+    operation.check(2);
+    CHECK_EQ(num_told.load(), 1);
+    int ended = -1;
+    CHECK_EQ(waitpid(child, &ended, 0), child);
+    CHECK_EQ(ended, 0);
+  }
 }
 
 TEST(native_code_announces_by_name_what_the_members_have_agreed_on) {
@@ -368,10 +494,10 @@ TEST(native_code_announces_by_name_what_the_members_have_agreed_on) {
   all.run([&](uint32_t, Channel& channel) {
     AnnouncedCalls& announced = channel.announced();
     Operation agreed(5, 10, 1);
-    auto find = [&](const rd_call& params) {
+    auto find = [&](const rd_call& params, const std::string& name = "id 5") {
       std::shared_ptr<const ronde::AgreedCall> found;
       try {
-        return int(announced.find_id("id 5", params, &found));
+        return int(announced.find_id(name, params, &found));
       } catch (const ronde::CallError& error) {
         return -int(error.status);
       }
@@ -390,6 +516,17 @@ TEST(native_code_announces_by_name_what_the_members_have_agreed_on) {
     for (const rd_call& other : others) CHECK_EQ(find(other), -int(RD_NOT_AGREED));
     announced.revoke(5);
     CHECK_EQ(find(agreed.params), -int(RD_NOT_AGREED));
+    for (bool is_revoked : {true, false}) {  // the id stands for another name
+      agreed.agree(channel);
+      CHECK_EQ(find(agreed.params, "another"), -int(RD_NOT_AGREED));
+      if (is_revoked) announced.revoke(5);
+      announced.agree(5, "another", Call(agreed.params, channel.topology(), Deadline(0)));
+      CHECK_EQ(find(agreed.params), -int(RD_NOT_AGREED));
+      CHECK_EQ(find(agreed.params, "another"), 5);
+    }
+    announced.agree(6, "another", Call(agreed.params, channel.topology(), Deadline(0)));  // the name has another id
+    announced.revoke(5);
+    CHECK_EQ(find(agreed.params, "another"), 6);
   });
 }
 
@@ -498,6 +635,76 @@ TEST(a_channel_can_be_closed_and_destroyed_in_a_callback_of_its_thread) {
   first.announce(all.channel(0), false);
   CHECK_EQ(second.run(all.channel(1)), RD_OK);
   destroyed.get_future().wait();
+}
+
+TEST(a_wait_starts_no_thread_while_the_channel_is_being_closed) {
+  ThreadRanks all(setup_of(2, 4));
+  Operation mine(0, 10, 1), other(0, 10, 1);
+  mine.announce(all.channel(0), true);
+  other.announce(all.channel(1), true);
+  CHECK(!all.channel(0).announced().leave());  // with this close() begins; all have announced the call, so it is left
+  pthread_attr_t before, without_memory;       // a thread would be an error now
+  CHECK_EQ(pthread_getattr_default_np(&before), 0);
+  CHECK_EQ(pthread_getattr_default_np(&without_memory), 0);
+  CHECK_EQ(pthread_attr_setstacksize(&without_memory, size_t(1) << 47), 0);
+  CHECK_EQ(pthread_setattr_default_np(&without_memory), 0);
+  CHECK_EQ(mine.wait(all.channel(0), 0.01), RD_TIMEOUT);
+  CHECK_EQ(pthread_setattr_default_np(&before), 0);
+  all.channel(0).close();
+  CHECK_EQ(mine.wait(all.channel(0)), RD_CLOSED);
+  CHECK_EQ(other.wait(all.channel(1)), RD_PEER_LOST);
+}
+
+TEST(close_returns_when_the_thread_that_executes_has_left_the_memory_of_its_call) {
+  ThreadRanks all(setup_of(2, 4));
+  Channel& channel = all.channel(0);
+  Operation mine(0, 10, 1), other(0, 10, 1);
+  mine.announce(channel, true);
+  other.announce(all.channel(1), true);  // and nobody executes it there
+  std::promise<void> executing;
+  std::atomic<bool> is_closed{false};
+  std::thread closer([&] {
+    executing.get_future().wait();
+    channel.close();
+    is_closed = true;
+    CHECK(mine.call->finished());
+  });
+  bool is_first = true;
+  SignalHandler handler([&] {  // in the middle of the call
+    if (!std::exchange(is_first, false)) return 0;
+    executing.set_value();
+    for (Deadline moment(0.2); !moment.expired() && !is_closed;) std::this_thread::yield();
+    CHECK(!is_closed);
+    return 0;
+  });
+  CHECK_EQ(mine.wait(channel), RD_CLOSED);
+  closer.join();
+}
+
+TEST(close_does_not_wait_for_a_signal_handler_that_calls_it_or_waits_for_it) {
+  for (bool in_another_thread : {false, true}) {
+    ThreadRanks all(setup_of(2, 4));
+    Channel& channel = all.channel(0);
+    Operation mine(0, 10, 1), other(0, 10, 1);
+    mine.announce(channel, true);
+    other.announce(all.channel(1), true);  // and nobody executes it there
+    bool is_first = true;
+    double took_s = 0;
+    SignalHandler handler([&] {  // in the middle of the call
+      if (!std::exchange(is_first, false)) return 0;
+      int64_t begin_ns = ronde::now_ns();
+      if (in_another_thread) {
+        std::thread([&] { channel.close(); }).join();
+      } else {
+        channel.close();
+      }
+      took_s = double(ronde::now_ns() - begin_ns) / 1e9;
+      CHECK(!mine.call->finished());
+      return 0;
+    });
+    CHECK_EQ(mine.wait(channel), RD_CLOSED);
+    CHECK_EQ(took_s >= AnnouncedCalls::kMaxCloseS, in_another_thread);
+  }
 }
 
 TEST(an_id_that_is_unknown_or_in_use_is_refused_and_so_is_an_ordered_call) {

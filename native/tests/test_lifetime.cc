@@ -22,11 +22,11 @@ constexpr double kLongS = 300;
 // Two members of this process, opened through the C ABI. Those on one host share a memory file.
 class Pair {
  public:
-  explicit Pair(const std::vector<uint32_t>& hosts, uint64_t bucket_bytes = 0) {
+  explicit Pair(const std::vector<uint32_t>& hosts, uint64_t bucket_bytes = 0, uint32_t max_announced = 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     bool one_host = hosts[0] == hosts[1];
     for (uint32_t member : {0, 1}) {
-      rd_channel_params params{RD_ABI, 2, member, 2, hosts.data(), 64 * 1024, 4096, bucket_bytes, 0, 0};
+      rd_channel_params params{RD_ABI, 2, member, 2, hosts.data(), 64 * 1024, 4096, bucket_bytes, 0, max_announced};
       if (one_host && segment_ < 0) {
         segment_ = memfd_create("test", MFD_CLOEXEC);
         CHECK_EQ(ftruncate(segment_, off_t(rd_segment_bytes(&params))), 0);
@@ -181,7 +181,11 @@ TEST(close_ends_all_waits_and_tells_every_callback_once) {
       rd_retain_work(work);
       waiting.emplace_back([work] { CHECK_EQ(wait_and_release(work), RD_CLOSED); });
     }
-    std::thread behind([&] { CHECK_EQ(Sum().run(pair[0]), RD_CLOSED); });
+    rd_retain(pair[0]);  // the thread may begin late
+    std::thread behind([channel = pair[0]] {
+      CHECK_EQ(Sum().run(channel), RD_CLOSED);
+      rd_release(channel);
+    });
     until_running(pair[0]);
     rd_close(pair[0]);
     for (auto& each : told) CHECK_EQ(each.times.load(), 1);  // the thread has ended, so all of them have come
@@ -274,6 +278,7 @@ TEST(a_callback_learns_of_every_kind_of_failure) {
         rd_member_call calls[2];
         CHECK_EQ(rd_get_mismatch(channel, calls), RD_OK);
         CHECK_EQ(std::string(calls[1].description), "other");
+        CHECK_EQ(rd_kind(calls[1].kind), RD_ALLREDUCE);
         Told::callback(context, result);
       },
       &mismatch));
@@ -381,6 +386,41 @@ TEST(a_call_that_has_not_started_can_be_cancelled_and_its_memory_freed) {
     other.join();
     rd_close(pair[0]);
     CHECK_EQ(started.times.load() + cancelled.times.load(), 2);
+  }
+}
+
+TEST(callbacks_wait_until_who_cancels_a_call_has_written_its_result) {
+  const uint32_t host = 0;
+  ronde::Topology topology(rd_channel_params{RD_ABI, 1, 0, 2, &host, 64 * 1024, 4096, 0, 0, 0});
+  auto barrier = [&] {
+    return std::make_shared<ronde::Call>(make_call(RD_BARRIER), topology, ronde::Deadline(kLongS));
+  };
+  struct Gate {
+    std::promise<void> reached, opened;
+  } gate;
+  Told told, added;
+  auto ahead = barrier(), cancelled = barrier();
+  ahead->add_callback({[](void* context, const rd_result*) {
+                         static_cast<Gate*>(context)->reached.set_value();
+                         static_cast<Gate*>(context)->opened.get_future().wait();
+                       },
+                       &gate});
+  cancelled->add_callback({Told::callback, &told});
+  ronde::CallQueue queue([](ronde::Call&) {}, [](const ronde::CallError&) {});
+  queue.submit(ahead);
+  queue.submit(cancelled);
+  gate.reached.get_future().wait();
+  CHECK(cancelled->start());  // with this end_before_start() begins; now the queue's thread comes to the call
+  gate.opened.set_value();
+  for (ronde::Deadline moment(0.2); !moment.expired() && told.times == 0;) std::this_thread::yield();
+  CHECK_EQ(told.times.load(), 0);
+  CHECK(cancelled->add_callback({Told::callback, &added}));
+  cancelled->result.status = RD_CANCELLED;
+  cancelled->finish();
+  queue.close();
+  for (Told* each : {&told, &added}) {
+    CHECK_EQ(each->times.load(), 1);
+    CHECK_EQ(each->status.load(), int(RD_CANCELLED));
   }
 }
 
@@ -552,4 +592,45 @@ TEST(a_forked_child_is_refused_and_its_parent_notices_nothing) {
     rd_release_bucket(bucket);
     rd_release_bucket(other_bucket);
   }
+}
+
+TEST(a_child_that_a_signal_handler_forks_in_the_middle_of_a_wait_is_refused) {
+  install_interpreter();
+  for (const std::string where : {"running", "behind another", "waiting", "announced"}) {
+    bool is_announced = where == "announced";
+    Pair pair({0, 0}, 0, is_announced ? 1 : 0);
+    Sum ahead, own, others[2];
+    auto run = [&](int member, Sum& sum, rd_work** work) {
+      rd_result result;
+      if (!is_announced) return sum.run(pair[member]);
+      CHECK_EQ(rd_agree(pair[member], 0, "sum", &sum.call), RD_OK);
+      return rd_run_announced(pair[member], 0, &sum.call, kLongS, kLongS, &result, work);
+    };
+    rd_work *work = where == "running" || is_announced ? nullptr : ahead.submit(pair[0]), *unfinished = nullptr;
+    std::promise<void> forked;
+    pid_t child = -1;
+    signal_handler = [&] {
+      child = fork();
+      if (child == 0) return int(alarm(60));  // ends a child that waits
+      forked.set_value();
+      return 0;
+    };
+    signal_came = true;
+    std::thread other([&] {
+      forked.get_future().wait();
+      rd_work* none = nullptr;
+      for (int i = 0; i < (where == "behind another" ? 2 : 1); ++i) CHECK_EQ(run(1, others[i], &none), RD_OK);
+    });
+    rd_result result;
+    rd_status status = where == "waiting" ? rd_wait(work, &result, kLongS) : run(0, own, &unfinished);
+    if (child == 0) _exit(status == RD_FORKED && unfinished == nullptr ? 0 : 1);
+    CHECK_EQ(status, RD_OK);
+    other.join();
+    CHECK_EQ((where == "waiting" ? ahead : own).array[0], 2.0f);
+    if (work != nullptr) CHECK_EQ(wait_and_release(work), RD_OK);
+    int ended = -1;
+    CHECK_EQ(waitpid(child, &ended, 0), child);
+    CHECK_EQ(ended, 0);
+  }
+  rd_set_interpreter(nullptr);
 }

@@ -51,10 +51,10 @@ std::pair<std::vector<Outcome>, uint64_t> match(const std::vector<CallHeader>& h
       ronde::ScratchBuffer scratch[3];
       uint32_t slots_used = 0;
       CallMatcher matcher(topology);
-      ronde::Group group{topology,   nullptr,    barrier,    *links[rank], wait,
-                         scratch[0], scratch[1], scratch[2], slots_used,   matcher.headers()};
+      ronde::CallContext context{topology,   nullptr,    barrier,    *links[rank], wait,
+                                 scratch[0], scratch[1], scratch[2], slots_used,   matcher.headers()};
       const CallHeader* requested;
-      outcomes[rank].headers = matcher.match(group, headers[rank], false);
+      outcomes[rank].headers = matcher.match(context, headers[rank], false);
       outcomes[rank].result = match_headers(outcomes[rank].headers, &requested);
     });
   }

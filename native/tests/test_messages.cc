@@ -1,105 +1,18 @@
 // Messages between pairs of ranks: what meets what, in which order, and what a lost, late or leaving rank ends.
-#include <sys/mman.h>
-
 #include <cstdlib>
 #include <random>
 
 #include "check.h"
-#include "endpoint.h"
-#include "thread_ranks.h"
+#include "message_ranks.h"
 
 using ronde::CallError;
-using ronde::Deadline;
-using ronde::Endpoint;
-using ronde::FileDescriptor;
-using ronde::Message;
+using namespace message_ranks;
 
 namespace {
 
 const std::vector<std::vector<uint32_t>> kHosts = {{0, 0}, {0, 1}, {0, 0, 0}, {0, 1, 2}, {0, 0, 1}};
-constexpr uint64_t kWindow = 1 << 30;
 
 uint64_t large_bytes() { return std::getenv("RONDE_TEST_SMALL") != nullptr ? 10'000'000 : 100'000'000; }
-
-std::pair<FileDescriptor, FileDescriptor> unix_pair() {
-  int sockets[2];
-  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) != 0) throw std::runtime_error("no Unix sockets");
-  return {FileDescriptor(sockets[0]), FileDescriptor(sockets[1])};
-}
-
-// Ranks on imaginary hosts, each with an endpoint, and links between all of them.
-class Ranks {
- public:
-  explicit Ranks(const std::vector<uint32_t>& hosts) : size_(uint32_t(hosts.size())) {
-    for (uint32_t rank = 0; rank < size_; ++rank)
-      endpoints_.push_back(std::make_unique<Endpoint>(rank, size_, ronde::spin_policy(size_, 2)));
-    for (uint32_t from = 0; from < size_; ++from) {
-      for (uint32_t to = 0; to < size_; ++to) {
-        if (from == to) continue;
-        bool local = hosts[from] == hosts[to];
-        auto [one, other] = local ? unix_pair() : thread_ranks::tcp_pair();
-        FileDescriptor memory(local ? memfd_create("link", MFD_CLOEXEC) : -1);
-        if (local && ftruncate(memory.get(), sizeof(ronde::LinkMemory)) != 0) throw std::runtime_error("no memory");
-        sockets_.emplace_back(one.get(), other.get());
-        endpoints_[from]->add_link(to, true, std::move(one), memory.get());
-        endpoints_[to]->add_link(from, false, std::move(other), memory.get());
-      }
-    }
-  }
-
-  Endpoint& operator[](uint32_t rank) { return *endpoints_[rank]; }
-  uint32_t size() const { return size_; }
-  void destroy(uint32_t rank) { endpoints_[rank].reset(); }
-
-  // Runs `body` for every rank in a thread of its own and returns when all have finished.
-  void run(const std::function<void(uint32_t, Endpoint&)>& body) {
-    std::vector<std::thread> threads;
-    for (uint32_t rank = 0; rank < size_; ++rank) threads.emplace_back([&, rank] { body(rank, *endpoints_[rank]); });
-    for (std::thread& thread : threads) thread.join();
-  }
-
- private:
-  uint32_t size_;
-  std::vector<std::unique_ptr<Endpoint>> endpoints_;
-  std::vector<std::pair<int, int>> sockets_;
-};
-
-rd_message make(rd_kind kind, int peer, uint64_t tag, void* data, uint64_t bytes) {
-  rd_message m{};
-  m.context = 7;
-  m.kind = kind;
-  m.peer = peer;
-  m.tag = tag;
-  m.window_bytes = kWindow;
-  m.description = kind == RD_SEND ? "a send" : "a receive";
-  m.data = data;
-  m.bytes = bytes;
-  return m;
-}
-
-std::shared_ptr<Message> run(Endpoint& endpoint, const rd_message& params, double remaining_s = 60) {
-  auto message = std::make_shared<Message>(params, endpoint.num_ranks(), Deadline(remaining_s));
-  endpoint.run(message);
-  return message;
-}
-
-std::shared_ptr<Message> submit(Endpoint& endpoint, const rd_message& params, double remaining_s = 60) {
-  auto message = std::make_shared<Message>(params, endpoint.num_ranks(), Deadline(remaining_s));
-  endpoint.submit(message);
-  return message;
-}
-
-int send(Endpoint& endpoint, int to, uint64_t tag, uint64_t value, double remaining_s = 60) {
-  return run(endpoint, make(RD_SEND, to, tag, &value, sizeof value), remaining_s)->result.status;
-}
-
-// The received number; -status when there is none.
-int64_t receive(Endpoint& endpoint, int from, uint64_t tag, int* source = nullptr, double remaining_s = 60) {
-  uint64_t value = 0;
-  auto message = run(endpoint, make(RD_RECEIVE, from, tag, &value, sizeof value), remaining_s);
-  if (source != nullptr) *source = message->result.member;
-  return message->result.status == RD_OK ? int64_t(value) : -message->result.status;
-}
 
 }  // namespace
 
@@ -292,6 +205,24 @@ TEST(a_rank_that_leaves_has_delivered_everything) {
   }
 }
 
+TEST(a_rank_that_leaves_has_delivered_what_waited_for_its_window) {
+  for (const auto& hosts : kHosts) {
+    Ranks all(hosts);
+    std::vector<char> data(200'000, 1), out(data.size());
+    rd_message params = make(RD_SEND, 1, 0, data.data(), data.size());
+    params.window_bytes = 300'000;
+    std::vector<std::shared_ptr<Message>> sent;
+    for (int i = 0; i < 10; ++i) sent.push_back(submit(all[0], params));
+    CHECK(!all[0].leave(Deadline(0)));
+    std::thread leaving([&] { CHECK(all[0].leave(Deadline(60))); });
+    for (int i = 0; i < 10; ++i)
+      CHECK_EQ(run(all[1], make(RD_RECEIVE, 0, 0, out.data(), out.size()))->result.status, int(RD_OK));
+    leaving.join();
+    for (auto& message : sent) CHECK_EQ(message->result.status, int(RD_OK));
+    CHECK_EQ(receive(all[1], 0, 0), int64_t(-RD_PEER_LOST));
+  }
+}
+
 TEST(a_send_waits_while_its_window_is_full_and_others_pass) {
   for (const auto& hosts : kHosts) {
     Ranks all(hosts);
@@ -322,6 +253,22 @@ TEST(a_send_waits_while_its_window_is_full_and_others_pass) {
       CHECK_EQ(send(all[0], 1, 0, 1), int(RD_OK));
       CHECK_EQ(receive(all[1], 0, 0), int64_t(1));
     }
+  }
+}
+
+TEST(a_send_that_gives_up_its_turn_lets_a_smaller_one_pass) {
+  for (const auto& hosts : kHosts) {
+    Ranks all(hosts);
+    std::vector<char> data(400'000);
+    uint64_t value = 5;
+    rd_message large = make(RD_SEND, 1, 0, data.data(), data.size()), small = make(RD_SEND, 1, 1, &value, sizeof value);
+    large.window_bytes = small.window_bytes = 1'000'000;
+    for (int i = 0; i < 2; ++i) CHECK_EQ(run(all[0], large)->result.status, int(RD_OK));
+    auto refused = submit(all[0], large, 0.05), passes = submit(all[0], small);
+    CHECK(all[0].wait(refused, Deadline(60)));
+    CHECK_EQ(refused->result.status, int(RD_TIMEOUT));
+    CHECK_EQ(receive(all[1], 0, 1), int64_t(5));
+    CHECK(all[0].wait(passes, Deadline(60)));
   }
 }
 
@@ -487,6 +434,9 @@ TEST(memory_of_messages_is_kept_for_the_next_ones) {
   using ronde::allocate_message_memory;
   using ronde::free_message_memory;
   free_message_memory(nullptr);
+  std::vector<char*> many;  // more than is kept, so that nothing of other tests is
+  for (int i = 0; i < 20; ++i) many.push_back(allocate_message_memory(10'000'000));
+  for (char* memory : many) free_message_memory(memory);
   for (uint64_t bytes : {uint64_t(0), uint64_t(1), uint64_t(100'000), uint64_t(3'000'000)}) {
     char* first = allocate_message_memory(bytes);
     CHECK_EQ(uint64_t(first) % 64, uint64_t(0));
@@ -499,9 +449,6 @@ TEST(memory_of_messages_is_kept_for_the_next_ones) {
     free_message_memory(second);
     free_message_memory(third);
   }
-  std::vector<char*> many;  // more than is kept
-  for (int i = 0; i < 20; ++i) many.push_back(allocate_message_memory(10'000'000));
-  for (char* memory : many) free_message_memory(memory);
 }
 
 TEST(many_threads_of_all_ranks_exchange_random_messages) {

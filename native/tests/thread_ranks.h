@@ -36,7 +36,7 @@ struct GroupSetup {
   uint64_t fusion_bytes = 1 << 20;
   uint32_t max_announced = 0;  // ids of announced calls
   bool opens_links = true;     // whether calls get the links that they ask for
-  bool counts_bytes = false;   // whether bytes_sent() is wanted; then members do not see when another one closes
+  bool counts_bytes = false;   // whether bytes_sent() is wanted; copies of all sockets are kept for that
 };
 
 // A connected pair of TCP sockets on the loopback interface.

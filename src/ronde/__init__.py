@@ -10,6 +10,7 @@ Start it with `ronde run -np 4 python train.py`; a plain `python train.py` is a 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from ronde import errors
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
         world,
     )
     from ronde.comm.group import Group
-    from ronde.comm.mailbox import Mailbox, MailboxMessage
+    from ronde.comm.mailbox import Mailbox, MailboxMessage, MailboxReply
     from ronde.comm.plan import Bucket, Plan
     from ronde.comm.work import Work
     from ronde.comm.world import init, is_initialized, shutdown
@@ -66,14 +67,18 @@ if TYPE_CHECKING:
         StartFailed,
     )
     from ronde.launch.function import run
+    from ronde.launch.job import SshOptions
+    from ronde.launch.placement import Host
 
 __all__ = [
     "Bfloat16View",
     "Bucket",
     "Group",
+    "Host",
     "JobFailed",
     "Mailbox",
     "MailboxMessage",
+    "MailboxReply",
     "Memory",
     "Mismatch",
     "NotInitialized",
@@ -83,6 +88,7 @@ __all__ = [
     "ProtocolError",
     "RondeError",
     "RoundEnded",
+    "SshOptions",
     "StartFailed",
     "Work",
     "__version__",
@@ -126,12 +132,14 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Load everything when the first name is used. Who needs only a part of the package, such as an agent that a driver
     waits for, does not wait for NumPy."""
+    if name == "elastic":  # a package above this one, of which users say ronde.elastic
+        return importlib.import_module("ronde.elastic")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "run":  # apart: ranks do not start ranks
-        from ronde.launch.function import run
+    if name in ("Host", "SshOptions", "run"):  # apart: ranks do not start ranks
+        from ronde.launch import function
 
-        return run
+        return getattr(function, name)
     from ronde.comm import buffers, collectives, group, mailbox, objects, plan, work
     from ronde.comm import world as world_module
 

@@ -4,8 +4,11 @@ RuntimeError
 └── RondeError             something went wrong that the caller did not cause
     ├── NotInitialized     a call needs ronde.init() first
     ├── StartFailed        the members of the job did not find each other
+    │   ├── JobFinished    the others have finished the elastic job that this process wants to join
+    │   ├── LeftBehind     the others have gone on without this process, and do not take it back
+    │   └── StateLost      all ranks that had the state of training were lost while this process was about to join them
     ├── RoundEnded         this round is over; a new one may begin
-    │   └── PeerLost       this round is over because a member is gone
+    │   └── PeerLost       a rank that the operation needs is gone; what does not involve it goes on
     ├── OperationTimeout   the deadline of an operation passed
     ├── ProtocolError      a message that no ronde of this version sends, or that was changed on its way
     ├── JobFailed          a job that ronde.run() started has failed
@@ -22,6 +25,8 @@ import functools
 __all__ = [
     "CheckpointError",
     "JobFailed",
+    "JobFinished",
+    "LeftBehind",
     "Mismatch",
     "NotInitialized",
     "OperationTimeout",
@@ -31,14 +36,15 @@ __all__ = [
     "RondeError",
     "RoundEnded",
     "StartFailed",
+    "StateLost",
 ]
 
 
 class RondeError(RuntimeError):
-    """Something went wrong that the caller did not cause: a process, a host, the network, a file. If an operation timed
-    out, `missing` has the ranks that did not come to it, as far as they are known; otherwise it is empty."""
+    """Something went wrong that the caller did not cause: a process, a host, the network, a file."""
 
     missing: tuple[int, ...] = ()
+    """If an operation timed out, the ranks that did not come to it, as far as they are known; otherwise empty."""
 
 
 class NotInitialized(RondeError):
@@ -52,18 +58,38 @@ class StartFailed(RondeError):
     """The members of a job did not find each other in time, or could not be started."""
 
 
+class JobFinished(StartFailed):
+    """The elastic job is finished, so there is nothing left to do for a process that wants to join it."""
+
+
+class LeftBehind(StartFailed):
+    """This process of an elastic job was silent or out of reach for too long. The others have gone on without it, and
+    it cannot come back; the launcher may start another one in its place."""
+
+
+class StateLost(StartFailed):
+    """All ranks of the elastic job that had the state of training were lost before this process could join them. The
+    job begins again with processes that have loaded the script's checkpoint; the launcher starts one in the place of
+    this one."""
+
+
 class RoundEnded(RondeError):
-    """The round of this operation is over."""
+    """The round of this operation is over, or its channel is closed."""
 
 
 class PeerLost(RoundEnded):
-    """A member is gone: killed, exited, or no longer reachable."""
+    """A rank that the operation needs is gone: killed, exited, or no longer reachable. Operations of groups without it,
+    and messages between other ranks, go on."""
 
     def __init__(self, *, rank: int, peer: int, op: str = "", why: str = "") -> None:
         self.rank = rank
+        """The rank that raises this."""
         self.peer = peer
+        """The rank that is gone."""
         self.op = op
+        """The operation, in words; empty if it was none."""
         self.why = why
+        """What is known of the reason, in words."""
         during = f" during {op}" if op else ""
         because = f" ({why})" if why else ""
         super().__init__(
@@ -96,11 +122,13 @@ class JobFailed(RondeError):
 
 
 class OutOfSync(RondeError):
-    """Ranks hold different parameters. `tensor` is the first one that differs, `ranks` are those in the minority."""
+    """Ranks hold different parameters."""
 
     def __init__(self, message: str, *, tensor: str = "", ranks: tuple[int, ...] = ()) -> None:
         self.tensor = tensor
+        """The name of the first tensor that differs; empty if it is not known."""
         self.ranks = ranks
+        """The ranks that differ from the majority; empty if there is none."""
         super().__init__(message)
 
 

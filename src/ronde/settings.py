@@ -1,9 +1,10 @@
 """Every setting of ronde, declared once, and the reading of the RONDE_* environment variables.
 
 The name of a setting gives its other names: `stall_s` is the argument of init(), `RONDE_STALL_S` the environment
-variable, `--stall-s` the flag of `ronde run` and `stall_s` the key in a file. A value of an argument or a flag wins
-over the environment, the environment over a file, a file over the default. A wrong value raises an error at start
-that names the setting, the value and what is allowed.
+variable, `--stall-s` the flag of `ronde run` and `stall_s` the key in a file. In a rank, an argument of init() wins
+over the environment. In `ronde run`, a flag wins over the environment, and the environment over a file; what it has
+found is in the environment of its ranks. The coordinator uses the settings of the process that hosts it. A wrong value
+raises an error at start that names the setting, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 PREFIX = "RONDE_"
-ASSIGNED_BY_LAUNCHER = ("rank", "size", "coordinator", "coordinator_hosted", "key", "host", "address")
+ASSIGNED_BY_LAUNCHER = (
+    *("rank", "size", "coordinator", "coordinator_hosted", "key", "host", "address"),
+    *("elastic", "worker", "slot"),
+)
 """Settings that a launcher gives to each rank. They have no flag and no key in a file."""
 RESERVED_VARIABLES = ("CALL_FD", "GUARD", "RESULT_FD", "TEST")
 """RONDE_* variables that begin with these words are no settings: the launcher and the tests use them."""
@@ -51,6 +55,8 @@ class Setting(msgspec.Struct, frozen=True):
     choices: tuple[str, ...] = ()
     equal_on_all_ranks: bool = False
     """Ranks with different values could not work together: such a job does not start."""
+    used_by_coordinator: bool = False
+    """The coordinator uses it. Where `ronde run` hosts the coordinator, an argument of init() does not reach it."""
     name: str = ""
     kind: type = str
     default: Any = None
@@ -110,16 +116,43 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "The address at which other ranks reach this one. Empty: the one from which it connects to the coordinator."
         ),
     ] = ""
+    elastic: Annotated[
+        bool,
+        Setting(
+            "Whether the number of ranks may change while the job runs. Then rank and size are those with which this "
+            "process was started, and the coordinator gives it others in each round."
+        ),
+    ] = False
+    worker: Annotated[
+        int,
+        Setting(
+            "In an elastic job, the number of this process among all that the job ever starts. -1: its rank.",
+            minimum=-1,
+        ),
+    ] = -1
+    slot: Annotated[
+        int,
+        Setting(
+            "In an elastic job, the number of this process among those of its host when it was started: its "
+            "local_rank() until it is in a round. -1: not known.",
+            minimum=-1,
+        ),
+    ] = -1
     backend: Annotated[
         str,
         Setting("Data plane: `native`, or `mpi` (through mpi4py).", choices=("native", "mpi"), equal_on_all_ranks=True),
     ] = "native"
-    start_s: Annotated[float, Setting("How long init() waits for all members.", max_s=MAX_TIMEOUT_S)] = 60.0
+    start_s: Annotated[
+        float, Setting("How long init() waits for all members.", max_s=MAX_TIMEOUT_S, used_by_coordinator=True)
+    ] = 60.0
     operation_s: Annotated[
         float, Setting("How long one operation may take before it fails on all members.", max_s=MAX_TIMEOUT_S)
     ] = 1800.0
     shutdown_s: Annotated[
-        float, Setting("How long shutdown() waits for the other ranks to leave.", max_s=MAX_TIMEOUT_S)
+        float,
+        Setting(
+            "How long shutdown() waits for the other ranks to leave.", max_s=MAX_TIMEOUT_S, used_by_coordinator=True
+        ),
     ] = 5.0
     stall_s: Annotated[
         float,
@@ -128,13 +161,37 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "turns reports off.",
             max_s=MAX_TIMEOUT_S,
             zero_is_off=True,
+            used_by_coordinator=True,
         ),
     ] = 30.0
+    suspend_s: Annotated[
+        float,
+        Setting(
+            "In an elastic job, a rank that others wait for and that has been silent for this long, as a stopped "
+            "process is, is left behind.",
+            max_s=MAX_TIMEOUT_S,
+            used_by_coordinator=True,
+        ),
+    ] = 30.0
+    elastic_timeout_s: Annotated[
+        float,
+        Setting(
+            "In an elastic job, how long a round may wait for enough ranks.",
+            max_s=MAX_TIMEOUT_S,
+            used_by_coordinator=True,
+        ),
+    ] = 600.0
     heartbeat_s: Annotated[
-        float, Setting("A host that cannot be reached for this long is lost.", max_s=MAX_HEARTBEAT_S)
+        float,
+        Setting(
+            "A host that cannot be reached for this long is lost.", max_s=MAX_HEARTBEAT_S, used_by_coordinator=True
+        ),
     ] = 10.0
     fusion_bytes: Annotated[
-        int, Setting("The most bytes of named operations that are fused into one call.", minimum=0)
+        int,
+        Setting(
+            "The most bytes of named operations that are fused into one call.", minimum=0, used_by_coordinator=True
+        ),
     ] = 64 * 1024 * 1024
     slot_bytes: Annotated[
         int,
@@ -178,16 +235,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     message_buffer_bytes: Annotated[
         int,
         Setting(
-            "The most bytes of messages that a rank keeps for each group and sender until it receives them. A sender "
-            "waits when they are used up; one message may be larger.",
+            "The most bytes of messages that this rank may have sent to another one, in one group, and that the other "
+            "one has not received yet. A send beyond that waits; one message may be larger.",
             minimum=0,
         ),
     ] = 1024 * 1024 * 1024
     timeline: Annotated[
-        str, Setting("File for the Chrome trace of all ranks; written by the coordinator. Empty for none.")
+        str,
+        Setting(
+            "File for the Chrome trace of all ranks, which the coordinator writes. Empty for none.",
+            used_by_coordinator=True,
+        ),
     ] = ""
     timeline_events: Annotated[
-        int, Setting("Most events a timeline holds; later ones are counted, not written.", minimum=1)
+        int,
+        Setting(
+            "Most events a timeline holds; later ones are counted, not written.", minimum=1, used_by_coordinator=True
+        ),
     ] = 1_000_000
 
     def __post_init__(self) -> None:
@@ -198,7 +262,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if self.slot_bytes < self.chunk_bytes:
             raise ValueError(f"slot_bytes must be at least chunk_bytes ({self.chunk_bytes}), got {self.slot_bytes}")
         if self.key and (len(self.key) != 64 or not set(self.key) <= set("0123456789abcdefABCDEF")):
-            raise ValueError("key must be 64 hexadecimal digits (make one with ronde.net.keys.new_job_key())")
+            raise ValueError("key must be 64 hexadecimal digits (make one with Python's secrets.token_hex(32))")
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         """Return all settings but the key, which is secret."""
@@ -223,7 +287,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         unknown = {*(given or ()), *(fallback or ())} - set(cls.__struct_fields__)
         if unknown:
             names = ", ".join(sorted(unknown))
-            raise TypeError(f"unknown setting {names}; ronde.settings.describe_settings() lists all")
+            raise TypeError(f"unknown setting {names}; `ronde run --help` lists the settings")
         values = dict(fallback or {})
         for setting in describe_settings():
             if setting.env in environ:

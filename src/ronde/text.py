@@ -41,14 +41,14 @@ def escape_surrogates(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def format_ranks(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int], noun: str = "rank") -> str:
     """Return `rank 2` or `ranks 0, 1, 4-7`: three or more in a row are a range, so that a thousand stay readable."""
     parts: list[str] = []
     for first, last in _consecutive_runs(sorted(set(ranks))):
         parts += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
     if not parts:
-        return "no ranks"
-    return f"rank {parts[0]}" if parts[0].isdecimal() and len(parts) == 1 else f"ranks {', '.join(parts)}"
+        return f"no {noun}s"
+    return f"{noun} {parts[0]}" if parts[0].isdecimal() and len(parts) == 1 else f"{noun}s {', '.join(parts)}"
 
 
 def format_rank_ranges(ranks: Iterable[int]) -> str:

@@ -24,6 +24,7 @@ from horovod.runner.launch import check_build
 from horovod.runner.util.threads import in_thread
 from horovod.torch.mpi_ops import HandleManager
 from ronde.observe.stacks import dump_stacks
+from tests.limits import CLOSING_S
 
 MPI = "def Get_library_version(): return 'Some MPI 1.0'"
 
@@ -127,6 +128,19 @@ def test_where_a_script_waits_is_its_own_line() -> None:
     assert "mpi_ops.py" in stack
 
 
+def test_shutdown_in_a_signal_handler_does_not_wait_for_the_call_that_it_has_interrupted() -> None:
+    handles = HandleManager()
+
+    def interrupted_call() -> None:
+        with handles._lock:
+            handles.reset()
+
+    thread = threading.Thread(target=interrupted_call, daemon=True)
+    thread.start()
+    thread.join(CLOSING_S)
+    assert not thread.is_alive()
+
+
 @pytest.mark.usefixtures("alone")
 def test_old_arguments_are_taken_with_a_warning() -> None:
     with pytest.warns(DeprecationWarning, match="num_groups"):
@@ -199,12 +213,15 @@ def test_the_environment_is_changed_for_a_while() -> None:
     assert "HVD_TEST_B" not in os.environ
 
 
-def test_extensions_are_there_or_say_why() -> None:
+def test_extensions_are_there_or_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert util.extension_available("torch")
     assert not util.extension_available("mxnet")
     util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
     with pytest.raises(ImportError, match="not part of ronde-horovod yet"):
         util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
+    monkeypatch.setattr(util, "AVAILABLE", ["missing"])
+    with pytest.raises(ImportError, match=r"horovod\.missing needs missing; install it with pip install missing$"):
+        util.check_extension("horovod.missing", "HOROVOD_WITH_MISSING", __file__, "mpi_lib")
     assert [util.num_rank_is_power_2(number) for number in (1, 2, 3, 8)] == [True, True, False, True]
 
 

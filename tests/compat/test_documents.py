@@ -25,7 +25,7 @@ def test_the_quickstart_is_right() -> None:
 def test_the_guide_says_why_a_flag_has_no_effect() -> None:
     guide = (ROOT / "docs/horovod.md").read_text()
     families = ("--hierarchical-", "--autotune", "HOROVOD_AUTOTUNE")
-    for name in [flag for flag, _ in launch.WITHOUT_EFFECT.values()]:
+    for name in [flag for flag, _ in {**launch.WITHOUT_EFFECT, **launch.ONLY_ELASTIC}.values()]:
         assert next((family for family in families if name.startswith(family)), f"`{name}`") in guide, name
     for name in variables._SETTING_BY_VARIABLE:
         assert name in guide, name

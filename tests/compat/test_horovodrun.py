@@ -66,7 +66,7 @@ def test_arguments_of_run_that_are_old_or_wrong() -> None:
     for arguments, words in [
         ({"hosts": "a:1", "hostfile": "b"}, "not both"),
         ({"use_gloo": True, "use_mpi": True}, "not both"),
-        ({"min_num_proc": 1}, "elastic mode"),
+        ({"hosts": "a:1", "host_discovery_script": "b"}, "not both"),
     ]:
         with pytest.raises(ValueError, match=words):
             horovod.run(print, **arguments)  # type: ignore[arg-type]

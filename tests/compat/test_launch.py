@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 
 from horovod.runner.common.util import config_parser
 from horovod.runner.launch import (
+    ONLY_ELASTIC,
     WITHOUT_EFFECT,
     check_build,
+    make_host_source,
     make_job,
     no_effect_messages,
     parse_args,
@@ -130,12 +133,14 @@ def test_every_flag_without_effect_says_why() -> None:
     switches = """disable_cache hierarchical_allreduce hierarchical_allgather torus_allreduce autotune
         mpi_threads_disable use_mpi use_jsrun""".split()
     assert no_effect_messages(parse_arguments(NP)) == []
-    for dest, (flag, why) in WITHOUT_EFFECT.items():
+    for dest, (flag, why) in {**WITHOUT_EFFECT, **ONLY_ELASTIC}.items():
         values = ["1 2"] if dest == "cooldown_range" else ["1", "0"]  # 0 is a number as any other
         for value in [""] if dest in switches else values:
             messages = no_effect_messages(parse_arguments([*NP, flag, *value.split()]))
             assert messages == [f"{flag} has no effect: {why}"]
     assert no_effect_messages(parse_arguments([*NP, "--no-autotune"])) == []
+    elastic = "--min-np 1 --max-np 2 --slots-per-host 1 --reset-limit 1 --blacklist-cooldown-range 1 2"
+    assert no_effect_messages(parse_arguments([*NP, *elastic.split()])) == []
 
 
 def test_a_file_gives_options_that_the_command_line_may_overrule(tmp_path: Path) -> None:
@@ -190,10 +195,44 @@ def test_numbers_that_cannot_be_are_refused(words: str) -> None:
         parse_arguments([*NP, *words.split()])
 
 
-@pytest.mark.parametrize("words", ["--min-np 1", "--max-np 3", "--host-discovery-script x"])
-def test_elastic_mode_is_not_there_yet(words: str) -> None:
-    with pytest.raises(ValueError, match="not part of ronde-horovod yet"):
+def test_the_limits_of_an_elastic_job() -> None:
+    words = "--min-np 1 --max-np 5 --reset-limit 3 --elastic-timeout 60 --blacklist-cooldown-range 2 30"
+    found = job(*words.split(), environ={"HOROVOD_ELASTIC_TIMEOUT": "7"})
+    assert found.limits is not None
+    limits = found.limits
+    assert (limits.start_ranks, limits.min_ranks, limits.max_ranks, limits.reset_limit) == (2, 1, 5, 3)
+    assert (limits.timeout_s, found.settings.elastic_timeout_s, found.cooldown_s) == (60.0, 60.0, (2, 30))
+    assert found.env["HOROVOD_ELASTIC"] == "1"
+    found = job("--host-discovery-script", "x", environ={"HOROVOD_ELASTIC_TIMEOUT": "7"})
+    assert found.limits is not None
+    assert (found.limits.min_ranks, found.limits.max_ranks, found.limits.timeout_s) == (2, sys.maxsize, 7.0)
+    on_this_machine = job("--min-np", "1").limits
+    assert on_this_machine is not None
+    assert on_this_machine.max_ranks == 2
+    assert job("--max-np", "5").limits is None
+
+
+@pytest.mark.parametrize("words", ["--min-np 0", "--min-np 3", "--min-np 1 --max-np 1", "--min-np 1 --reset-limit -1"])
+def test_limits_that_cannot_be_are_refused(words: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
         job(*words.split())
+
+
+def test_where_the_hosts_of_an_elastic_job_come_from(tmp_path: Path) -> None:
+    script, hostfile = tmp_path / "discover", tmp_path / "hosts"
+    script.write_text("echo a\necho b:3\n")  # without #!
+    script.chmod(0o755)
+    hostfile.write_text("c slots=4\nd\n")
+    for words, expected in [
+        (("--host-discovery-script", str(script), "--slots-per-host", "2"), (Host("a", 2), Host("b", 3))),
+        (("--min-np", "1", "--hostfile", str(hostfile)), (Host("c", 4), Host("d", 1))),
+    ]:
+        source = make_host_source(parse_arguments([*NP, *words]))
+        assert source is not None
+        with contextlib.closing(source):
+            assert source.hosts() == expected
+    for fixed in (("--min-np", "1", "-H", "a:1"), ("--hostfile", str(hostfile))):
+        assert make_host_source(parse_arguments([*NP, *fixed])) is None
 
 
 @pytest.mark.parametrize(
@@ -226,7 +265,7 @@ def test_interfaces_add_up() -> None:
         ("", 2, "-np is needed"),
         ("-np 2", 2, "there is no command to run"),
         ("-np 2 -H a:1 python", 2, "1 slot short"),
-        ("-np 2 --min-np 1 python", 2, "elastic mode is not part"),
+        ("-np 2 --min-np 3 python", 2, "min_np must be from 1 to np"),
     ],
 )
 def test_the_command_says_what_is_asked_or_wrong(

@@ -12,6 +12,7 @@ from ronde.comm.buffers import Array
 from ronde.comm.plan import Bucket, Plan
 from ronde.comm.world import World
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded
+from ronde.net.messages import LeaveReason
 from ronde.observe.events import PeerGone
 from ronde.types import Deadline
 from tests.conformance.cases import on_ranks, raises
@@ -57,7 +58,7 @@ def a_member_that_gives_up_is_named_to_all_who_wait(world: World) -> None:
     if world.rank == 2:
         for rank in (0, 1):
             world.group.receive(np.ones(1), rank)
-        world.close(orderly=False, why="out of coffee")
+        world.close(LeaveReason.FAILED, "out of coffee")
         return
     named = world.group.allreduce(np.ones(3), name="named", wait=False)
     unnamed = world.group.allreduce(np.ones(3), wait=False)
@@ -77,7 +78,7 @@ def a_member_that_gives_up_is_named_to_all_who_wait(world: World) -> None:
 def groups_without_the_lost_member_go_on(world: World) -> None:
     group = world.add_group([0, 1])
     if world.rank == 2:
-        world.close(orderly=False, why="gone")
+        world.close(LeaveReason.FAILED, "gone")
         return
     with raises(PeerLost):
         world.group.barrier(name="x")
@@ -86,7 +87,7 @@ def groups_without_the_lost_member_go_on(world: World) -> None:
 
 
 def _leave_or_fail(world: World, orderly: bool) -> None:
-    world.close() if orderly else world.close(orderly=False, why="gone")
+    world.close() if orderly else world.close(LeaveReason.FAILED, "gone")
 
 
 def _rest_goes_on(world: World, orderly: bool) -> None:
@@ -252,7 +253,7 @@ def after_a_message_of_another_size_both_arrays_hold_what_they_held(world: World
 def inputs_keep_their_values_after_a_failure(world: World) -> None:
     if world.rank == 1:
         world.group.receive(np.ones(1), 0)
-        world.close(orderly=False, why="gone")
+        world.close(LeaveReason.FAILED, "gone")
         return
     group, watched, out = world.group, Watched(), np.empty(1000)
     new = watched.new
@@ -365,7 +366,7 @@ def a_bucket_that_failed_holds_anything_but_others_and_what_was_read_stay(world:
     assert (plan.run(0) == 2).all()
     world.group.barrier()
     if world.rank == 1:
-        world.close(orderly=False, why="gone")
+        world.close(LeaveReason.FAILED, "gone")
         return
     with raises(PeerLost):
         plan.run(0)

@@ -88,7 +88,7 @@ class FakeDeviceBackend:
         device_spec = dataclasses.replace(spec, id=f"{spec.id}.{KIND}")
         return FakeDeviceChannel(spec, cpu_channel, self._cpu.open_channel(device_spec, deadline), self.device)
 
-    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> None:
+    def open_announced_channel(self, spec: ChannelSpec, deadline: Deadline) -> None:
         return None
 
     def rank_lost(self, rank: int, why: str) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from ronde.comm.buffers import Bfloat16View
-from ronde.comm.mailbox import MailboxMessage
+from ronde.comm.mailbox import WINDOW_BYTES, Mailbox, MailboxMessage
 from ronde.comm.world import World
-from ronde.errors import OperationTimeout, PeerLost, RondeError
+from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
+from ronde.net.messages import LeaveReason
 from tests.conformance.cases import on_ranks, raises
 from tests.limits import OPERATION_S
 
@@ -137,6 +140,54 @@ def what_a_handler_raises_is_told_to_who_waits_for_it(world: World) -> None:
     mailbox.close()
 
 
+@on_ranks(2)
+def a_reply_that_cannot_be_sent_leaves_the_request_open(world: World) -> None:
+    def handle(message: MailboxMessage) -> None:
+        if message.header == b"again":
+            with raises(ValueError, match="use the payload"):
+                message.reply(bytes(1_000_000))
+            assert message.wants_reply
+            message.reply(b"shorter")
+        else:
+            message.reply(payload=np.ones(3, np.complex64))
+
+    with world.group.open_mailbox(handle) as mailbox:
+        with raises(RondeError, match="the handler of rank . failed on a request of no array.*TypeError"):
+            mailbox.request(1 - world.rank)
+        assert mailbox.request(1 - world.rank, b"again").header == b"shorter"
+        world.group.barrier()
+
+
+@on_ranks(2)
+def a_handler_that_uses_what_is_closed_has_failed(world: World) -> None:
+    closed = world.group.open_mailbox()
+    closed.close()
+    mailbox = world.group.open_mailbox(lambda message: closed.post(0))
+    for _ in range(2):
+        with raises(RondeError, match="the handler of rank . failed.*RoundEnded: post .*the mailbox is closed"):
+            mailbox.request(1 - world.rank)
+        mailbox.post(1 - world.rank)
+    with raises(RondeError, match="the mailbox is closed"):  # by now the posts have been handled
+        mailbox.request(1 - world.rank)
+    world.group.barrier()
+    with raises(RoundEnded, match="post .*the mailbox is closed"):
+        mailbox.close()
+
+
+@on_ranks(2)
+def a_handler_that_exits_has_failed_and_goes_on(world: World) -> None:
+    def handle(message: MailboxMessage) -> None:
+        if message.header == b"exit":
+            sys.exit(3)
+        message.reply(b"here")
+
+    with world.group.open_mailbox(handle) as mailbox:
+        with raises(RondeError, match="the handler of rank . failed.*SystemExit: 3"):
+            mailbox.request(1 - world.rank, b"exit")
+        assert mailbox.request(1 - world.rank).header == b"here"
+        world.group.barrier()
+
+
 @on_ranks(2, 3)
 def a_slow_handler_holds_up_its_senders_and_nobody_else(world: World) -> None:
     may_go_on, num_handled = threading.Event(), [0]
@@ -193,6 +244,8 @@ def mailboxes_do_not_get_each_others_messages(world: World) -> None:
 
 @on_ranks(1, 2)
 def mistakes_with_mailboxes_are_named(world: World) -> None:
+    with raises(ValueError, match="on_lost needs a handler"):
+        world.group.open_mailbox(on_lost=lambda rank, why: None)
     with world.group.open_mailbox() as mailbox:
         with raises(ValueError, match="post: to must be a member"):
             mailbox.post(7)
@@ -227,7 +280,7 @@ def a_lost_worker_does_not_break_the_others(world: World) -> None:
     if world.rank == 2:
         for _ in range(20):
             mailbox.post(0, payload=np.ones(1000))
-        world.close(orderly=False, why="out of coffee")
+        world.close(LeaveReason.FAILED, "out of coffee")
         return
     assert is_lost.wait(OPERATION_S) and lost == [(2, "out of coffee")]
     with raises(PeerLost, match="lost rank 2.*out of coffee"):
@@ -255,3 +308,123 @@ def a_request_to_a_rank_that_leaves_ends(world: World) -> None:
         return
     with raises(PeerLost, match="rank 1 lost rank 0 during the reply to a request of no array to rank 0"):
         mailbox.request(0)
+
+
+@on_ranks(2, 3)
+def a_closed_mailbox_refuses_requests_at_once(world: World) -> None:
+    mailbox = world.group.open_mailbox(lambda message: message.reply(b"here"))
+    if world.rank == 0:
+        mailbox.close()
+        with raises(RoundEnded, match="post to rank 1 on rank 0: the mailbox is closed"):
+            mailbox.post(1)
+        with raises(RoundEnded, match="the mailbox is closed"):
+            mailbox.request(1)
+    world.group.barrier()
+    if world.rank:
+        mailbox.post(0)
+        for _ in range(2):
+            with raises(RondeError, match="rank 0 has closed its mailbox, so nobody will reply to a request of no arr"):
+                mailbox.request(0)
+        assert mailbox.request(1).header == b"here"  # whose mailbox is open
+    world.group.barrier()
+    mailbox.close()
+
+
+@on_ranks(2, 3)
+def closing_a_mailbox_refuses_the_requests_that_have_no_reply(world: World) -> None:
+    kept: list[MailboxMessage] = []
+    asked = threading.Semaphore(0)
+
+    def handle(message: MailboxMessage) -> None:
+        if message.header == b"now":
+            message.reply(b"here")
+        else:
+            kept.append(message)
+        asked.release()
+
+    mailbox = world.group.open_mailbox(handle)
+    if world.rank == 0:
+        for _ in range(2 * (world.size - 1)):
+            assert asked.acquire(timeout=OPERATION_S)
+        mailbox.close()
+        assert len(kept) == world.size - 1
+        for message in kept:
+            with raises(RoundEnded, match="reply to rank . on rank 0: the mailbox is closed"):
+                message.reply()
+    else:
+        works = [mailbox.request(0, header, wait=False) for header in (b"now", b"later")]
+        assert works[0].wait().header == b"here"
+        with raises(RondeError, match="rank 0 has closed its mailbox"):
+            works[1].wait()
+    world.group.barrier()
+    mailbox.close()
+
+
+@on_ranks(2, 3)
+def a_handler_may_close_its_own_mailbox(world: World) -> None:
+    mailbox: Mailbox = world.group.open_mailbox(lambda message: mailbox.close())
+    world.group.barrier()
+    if world.rank:
+        works = [mailbox.request(0, wait=False) for _ in range(3)]  # the second and third are not handled
+        for work in works:
+            with raises(RondeError, match="rank 0 has closed its mailbox"):
+                work.wait()
+    world.group.barrier()
+    mailbox.close()
+
+
+@on_ranks(2, spoils=True)
+def a_handler_may_leave_the_round(world: World) -> None:
+    threads: list[threading.Thread] = []
+    has_left = threading.Event()
+
+    def handle(message: MailboxMessage) -> None:
+        threads.append(threading.current_thread())
+        world.close()
+        has_left.set()
+
+    mailbox = world.group.open_mailbox(handle)
+    if world.rank == 0:
+        assert has_left.wait(OPERATION_S)
+        threads[0].join(OPERATION_S)  # nobody else could
+    else:
+        with raises(PeerLost, match="lost rank 0"):
+            mailbox.request(0)
+
+
+@on_ranks(2)
+def posts_arrive_though_the_mailbox_is_closed(world: World) -> None:
+    check_posts_arrive(world, lambda mailbox: mailbox.close())
+    world.group.barrier()
+
+
+@on_ranks(2, spoils=True)
+def posts_arrive_though_the_sender_leaves(world: World) -> None:
+    world.settings = world.settings.replace(shutdown_s=OPERATION_S)
+    check_posts_arrive(world, lambda mailbox: world.close())
+
+
+def check_posts_arrive(world: World, end: Callable[[Mailbox], None]) -> None:
+    """Rank 1 posts more than the window allows, and ends its side before rank 0 has handled anything."""
+    handled = threading.Semaphore(0)
+    may_go_on = threading.Event()
+
+    def handle(message: MailboxMessage) -> None:
+        assert may_go_on.wait(OPERATION_S)
+        assert (message.payload == 1).all()
+        handled.release()
+
+    mailbox = world.group.open_mailbox(handle if world.rank == 0 else None)
+    num_posts, payload = 12, np.ones(1_000_000)
+    assert (num_posts - 1) * payload.nbytes > WINDOW_BYTES
+    if world.rank == 1:
+        for _ in range(num_posts):
+            mailbox.post(0, payload=payload, wait=False)
+        world.group.send(np.ones(1), 0)
+        end(mailbox)
+    else:
+        world.group.receive(np.empty(1), 1)
+        may_go_on.set()
+        for _ in range(num_posts):
+            assert handled.acquire(timeout=OPERATION_S)
+        mailbox.close()

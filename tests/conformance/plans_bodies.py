@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 
+from ronde.comm import objects
 from ronde.comm.plan import Bucket, Plan
 from ronde.comm.world import World
 from ronde.errors import Mismatch
 from tests.conformance.cases import on_ranks, raises
+from tests.limits import RANK_S
 
 
 @on_ranks(1, 2, 3)
@@ -59,6 +63,25 @@ def plans_do_not_wait_for_each_other_nor_for_other_operations(world: World) -> N
         assert world.group.allreduce(np.ones(1)).tolist() == [2]
         for work in (*works, named):
             work.wait()
+
+
+@on_ranks(2, 3)
+def plans_with_names_are_made_in_any_order_and_exchange_more_than_buckets(world: World) -> None:
+    def use(name: str) -> None:
+        with Plan([Bucket(10, "int64", "sum")], world.group, name=name) as plan:
+            for step in range(3):
+                plan.arrays[0][:] = len(name) * step
+                work = plan.start(0)
+                assert objects.allgather((name, step), group=plan.group) == [(name, step)] * world.size
+                rows = np.full((world.rank, 2), len(name))
+                assert (plan.group.allgather(rows) == len(name)).all()
+                assert (work.wait() == len(name) * step * world.size).all()
+
+    names = ("a", "bb") if world.rank == 0 else ("bb", "a")
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(use, names[1])
+        use(names[0])
+        other.result(RANK_S)
 
 
 @on_ranks(2, 3)

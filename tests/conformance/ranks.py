@@ -12,6 +12,7 @@ from ronde.comm.control_thread import JoinedRound
 from ronde.comm.joining import Groups
 from ronde.comm.world import World
 from ronde.coordinator.inprocess import InProcessCoordinator
+from ronde.net.messages import LeaveReason
 from ronde.settings import Settings
 from ronde.types import Member, Topology
 from tests.conformance.threads_backend import ThreadsBackend
@@ -53,7 +54,7 @@ def run_threads(
             try:
                 results[rank] = body(world)
             except BaseException as error:
-                world.close(orderly=False, why=f"the test failed here: {error}")
+                world.close(LeaveReason.FAILED, f"the test failed here: {error}")
                 raise
             world.close()
         except BaseException:

@@ -31,7 +31,8 @@ def check_calls_match(members: Sequence[int], calls: Sequence[Call]) -> None:
     )
     joinable = first.kind is OperationKind.ALLREDUCE and can_be_joined(first.dtype, first.op)
     if not agree or (len(asked) < len(calls) and not joinable):
-        raise mismatch_error({rank: call.description for rank, call in zip(members, calls, strict=True)})
+        joined = [rank for rank, call in zip(members, calls, strict=True) if call.kind is OperationKind.JOIN]
+        raise mismatch_error({rank: call.description for rank, call in zip(members, calls, strict=True)}, tuple(joined))
 
 
 def run_calls(calls: Sequence[Call]) -> None:

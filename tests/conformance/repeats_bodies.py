@@ -10,6 +10,7 @@ import numpy as np
 from ronde.comm.work import Work
 from ronde.comm.world import World
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded
+from ronde.net.messages import LeaveReason
 from tests.conformance.cases import on_ranks, raises
 
 NUM_RUNS = 3
@@ -218,7 +219,7 @@ def a_lost_member_is_named_to_those_who_wait_for_a_name_that_repeats(world: Worl
     if world.rank == 2:
         for rank in (0, 1):
             world.group.receive(np.ones(1), rank)
-        world.close(orderly=False, why="out of coffee")
+        world.close(LeaveReason.FAILED, "out of coffee")
         return
     work = world.group.allreduce(np.ones(3), name="a", wait=False)
     world.group.send(np.ones(1), 2)

@@ -49,7 +49,7 @@ class ThreadsBackend:
                 raise
             return _ThreadsChannel(self, spec, channel)
 
-    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> None:
+    def open_announced_channel(self, spec: ChannelSpec, deadline: Deadline) -> None:
         return None
 
     def close_channel(self, channel: _SharedChannel, member_index: int) -> None:
@@ -168,7 +168,8 @@ class _SharedChannel:
         with self._changed:
             if self._queues[member_index]:
                 turn = self._queues[member_index][0]
-                return CurrentCall(turn.asked.description, turn.start_ns, tuple(self._late_members()))
+                call = turn.asked
+                return CurrentCall(call.kind, call.description, turn.start_ns, tuple(self._late_members()))
         return None
 
     def _late_members(self) -> list[int]:

@@ -136,10 +136,11 @@ class SharedMessages:
             if me in self._ended:
                 return
             self._ended[me] = (lost_rank, why)
-            waiting = [send for key, sends in self._waiting.items() if key[0] == me for send in sends]
+            waiting = [send for key in [*self._waiting] if key[0] == me for send in self._waiting.pop(key)]
             for message in [*self._receives.pop(me, []), *waiting]:
                 message.outcome = self._end_error(message)
-            self._unexpected.pop(me, None)
+            for sent in self._unexpected.pop(me, []):
+                self._taken(sent)
             self._changed.notify_all()
 
     def current_call(self, me: int) -> CurrentCall | None:
@@ -149,8 +150,8 @@ class SharedMessages:
             oldest = min(shown, key=lambda each: each.start_ns, default=None)
             if oldest is None:
                 return None
-            peer = oldest.asked.peer
-            return CurrentCall(oldest.asked.description, oldest.start_ns, () if peer == ANY else (peer,))
+            call, peer = oldest.asked, oldest.asked.peer
+            return CurrentCall(call.kind, call.description, oldest.start_ns, () if peer == ANY else (peer,))
 
     # --- under the lock ------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 import pytest
 
+from ronde.coordinator.membership import ElasticLimits
 from ronde.coordinator.server import CoordinatorServer
 from ronde.launch.tty import set_window_size
 from ronde.settings import Settings
@@ -89,10 +90,11 @@ class ControlledRanks:
         self.pids: dict[int, int] = {}
         self._sockets: dict[int, socket.socket] = {}
 
-    def accept(self) -> None:
-        """Wait until every rank has connected."""
+    def accept(self, num_ranks: int | None = None) -> None:
+        """Wait until every rank has connected, or so many more of those that will be."""
         deadline = Deadline(self._patience_s)
-        while len(self._sockets) < len(self._paths):
+        expected = len(self._paths) if num_ranks is None else len(self._sockets) + num_ranks
+        while len(self._sockets) < expected:
             self._await_readable(self._listener, deadline, "every rank to connect")
             connection = self._opened.enter_context(self._listener.accept()[0])
             first = json.loads(connection.recv(MAX_MESSAGE_BYTES))
@@ -149,6 +151,12 @@ class LocalRanks(ControlledRanks):
     def coordinator(self) -> CoordinatorServer:
         return self.job.coordinator
 
+    def start_worker(self) -> int:
+        """Start one more worker of an elastic job; returns its number when it has connected."""
+        number = self.job.start(self.outputs[len(self.job.pids)])
+        self.accept(1)
+        return number
+
     def wait(self) -> list[int]:
         """The exit codes, when all ranks have ended."""
         try:
@@ -173,15 +181,17 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     prefixes: Mapping[int, Sequence[str]] | None = None,
     patience_s: float = PATIENCE_S,
+    limits: ElasticLimits | None = None,
+    max_workers: int = 0,
 ) -> Iterator[LocalRanks]:
     """A job on this host that runs a script of tests/jobs/scripts; every rank has connected. `prefixes` are commands
-    that start a rank's command."""
+    that start a rank's command. With limits the job is elastic, and has up to `max_workers` processes in its life."""
     with short_folder() as (folder, opened):
-        ranks = LocalRanks(num_ranks, folder, opened, patience_s)
+        ranks = LocalRanks(max(num_ranks, max_workers), folder, opened, patience_s)
         command, env = [*_prefix_command(prefixes or {}), *script(name)], {**ranks.env, **(env or {})}
-        ranks.job = LocalJob(command, num_ranks, outputs=ranks.outputs, env=env, settings=settings)
+        ranks.job = LocalJob(command, num_ranks, outputs=ranks.outputs, env=env, settings=settings, limits=limits)
         opened.enter_context(ranks.job)
-        ranks.accept()
+        ranks.accept(num_ranks)
         yield ranks
 
 
@@ -435,6 +445,28 @@ class NetworkHosts:
     def cut(self, index: int, state: str = "down") -> None:
         """Take the link of a host down, or up again. While it is down nothing arrives, and nothing is closed."""
         ip("-n", self._switch, "link", "set", self._links[index], state)
+
+    @contextmanager
+    def cut_one_way(self, index: int) -> Iterator[None]:
+        """A context in which nothing arrives at a host, while all that it sends arrives at the others."""
+        # The switch drops it. A host that drops its own packets knows of it, and does not count lost probes.
+        queue = ("tc", "-n", self._switch, "qdisc", "{}", "dev", self._links[index], "root", "pfifo", "limit", "0")
+        change = [[word.format(verb) for word in queue] for verb in ("add", "del")]
+        subprocess.run(change[0], check=True, timeout=PATIENCE_S, capture_output=True)
+        try:
+            yield
+        finally:
+            subprocess.run(change[1], check=True, timeout=PATIENCE_S, capture_output=True)
+
+    def cut_between(self, first: int, second: int) -> None:
+        """Let nothing arrive that two hosts send to each other, while both reach all others."""
+        for here, there in ((first, second), (second, first)):
+            nobody = ("lladdr", "02:00:00:00:00:99", "dev", "net0", "nud", "permanent")
+            ip("-n", self.names[here], "neigh", "replace", self.addresses[there], *nobody)
+
+    def heal_between(self, first: int, second: int) -> None:
+        for here, there in ((first, second), (second, first)):
+            ip("-n", self.names[here], "neigh", "del", self.addresses[there], "dev", "net0")
 
     def exec(self, index: int) -> list[str]:
         """What starts a command on a host."""

@@ -32,6 +32,7 @@ from ronde.comm.backends.mpi.failure_detection import wait_all
 from ronde.comm.joining import join_round
 from ronde.comm.world import World
 from ronde.errors import RoundEnded, StartFailed
+from ronde.net.messages import LeaveReason
 from ronde.settings import Settings
 from ronde.types import Deadline
 from tests.conformance.cases import Case, all_cases
@@ -102,13 +103,13 @@ class Behaviours:
             if case.spoils:
                 self.close()
         except Exception as error:
-            self.close(orderly=False, why=f"the test failed here: {error}")
+            self.close(LeaveReason.FAILED, f"the test failed here: {error}")
             raise
 
-    def close(self, orderly: bool = True, why: str = "") -> None:
+    def close(self, reason: LeaveReason = LeaveReason.SHUTDOWN, why: str = "") -> None:
         world, self._world = self._world, None
         if world is not None:
-            world.close(orderly, why)
+            world.close(reason, why)
         expect_no_threads()
 
 

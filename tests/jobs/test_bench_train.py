@@ -65,3 +65,22 @@ def test_every_way_to_train_has_the_same_gradients_on_all_ranks(setup: TrainingS
     (result,) = results
     assert (result.impl, result.codec, result.num_steps) == (setup.name, setup.codec, 2)
     assert result.samples_per_s > 0
+
+
+def test_the_command_measures_a_recovery_and_writes_it_down(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    command = (sys.executable, "-m", "ronde.cli.main", "bench", "elastic")
+    short = ("--what", "recovery,cost", "--sizes", "2", "--repeats", "1", "--seconds", "0.5", "--json", str(results))
+    env = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run((*command, *short), capture_output=True, text=True, timeout=LONG_S, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    recovery, *costs = [json.loads(line) for line in results.read_text().splitlines()]
+    parts = [recovery[name] for name in ("notice_ms", "join_ms", "sync_ms", "step_ms")]
+    assert (recovery["what"], recovery["ranks"]) == ("recovery", 2)
+    assert min(parts) > 0 and recovery["total_ms"] == pytest.approx(sum(parts))
+    assert [cost["network"] for cost in costs] == ["linear", "convolutional"]
+    for cost in costs:
+        assert (cost["what"], cost["ranks"]) == ("cost", 2)
+        assert 0 < cost["low"] <= cost["ratio"] <= cost["high"]
+        assert cost["elastic_operations"] == cost["plain_operations"] == 1
+        assert min(cost["plain_calls"], cost["elastic_calls"]) > 100

@@ -108,9 +108,9 @@ def test_who_is_of_no_use_is_named_and_the_others_are_still_examined(hosts: SshH
     report = parse(done.stdout)
     assert done.returncode == 1 and not report.healthy
     assert [host.facts is not None for host in report.hosts] == [True, True, False]
-    assert report.hosts[2].trouble.startswith("its name is not known")
+    assert report.hosts[2].error.startswith("its name is not known")
     assert [(pair.first, pair.second) for pair in report.pairs if pair.speed is not None] == [(b, b), (c, c)]
-    assert f"{b} cannot reach {c} (tried " in report.pairs[2].trouble
+    assert f"{b} cannot reach {c} (tried " in report.pairs[2].error
     broken = [problem.where for problem in report.problems if problem.severity == "broken"]
     assert broken == ["nowhere.invalid", f"{b}, {c}"]
     hosts.await_nothing_left()

@@ -68,6 +68,18 @@ def test_two_tasks_learn_with_a_common_trunk() -> None:
         assert last < first / 2
 
 
+def test_elastic_training_survives_a_kill() -> None:
+    start = (str(PROGRAMS / "ronde"), "run", "-np", "3", "--min-np", "1", sys.executable)
+    done = run_command(
+        [*start, str(EXAMPLES / "elastic/digits.py"), "--kill-at", "40"], env=ENVIRONMENT, limit_s=LONG_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "worker 1 is lost: killed by signal 9 (SIGKILL)" in done.stderr
+    accuracy = re.search(r"test accuracy ([\d.]+)% after 160 steps; ranks: 3 2( 3)?", done.stdout)
+    assert accuracy, done.stdout + done.stderr
+    assert float(accuracy[1]) > 95
+
+
 def test_a_horovod_script_runs_with_no_change_of_a_character() -> None:
     start = (str(PROGRAMS / "horovodrun"), "-np", "2", sys.executable)
     done = run_command([*start, EXAMPLES / "horovod_mnist.py"], limit_s=LONG_S)

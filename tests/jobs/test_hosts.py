@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,18 +15,6 @@ pytestmark = needs_hosts
 
 NO_RONDE = "/usr/bin/env"
 """Exists, and is no Python with ronde."""
-
-
-@pytest.fixture(scope="module")
-def all_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with SshHosts(tmp_path_factory.mktemp("hosts")) as hosts:
-        yield hosts
-
-
-@pytest.fixture
-def hosts(all_hosts: SshHosts) -> Iterator[SshHosts]:
-    yield all_hosts
-    all_hosts.await_nothing_left()
 
 
 def places(done: subprocess.CompletedProcess[str]) -> list[str]:

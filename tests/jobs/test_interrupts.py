@@ -18,7 +18,7 @@ SOON_S = 1.0
 SHUTDOWN_S = 30.0
 SETTINGS = Settings(stall_s=0.0, shutdown_s=SHUTDOWN_S)
 """A shutdown that hangs is told from a slow one."""
-WAYS = ["blocking", "work", "named", "behind", "message", "request", "bucket", "group"]
+WAYS = ["blocking", "repeated", "work", "named", "repeated named", "behind", "message", "request", "bucket", "group"]
 
 ways = pytest.mark.parametrize("how", WAYS)
 
@@ -54,6 +54,7 @@ def test_what_a_signal_handler_raises_ends_a_wait(how: str, number: signal.Signa
 def test_an_operation_in_a_signal_handler_is_refused_and_the_interrupted_one_goes_on(how: str) -> None:
     with start_ranks("interrupts", 2, settings=SETTINGS) as job:
         interrupt(job, how, "operate")
+        job.receive(0, "operated")  # before that, the operation could end and its handler run after it
         job.send([1], come=True)
         ended = job.receive(0, "ended")
         assert ended["error"] == ""

@@ -13,12 +13,15 @@ from contextlib import contextmanager
 
 import pytest
 
+from ronde.launch.job import ELASTIC_HEARTBEAT_S
 from ronde.net.keys import new_job_key
 from tests.jobs.kit import ControlledRanks, NetworkHosts, ip, kill, needs_namespaces, script, short_folder
 from tests.limits import promised_s
 
 PORT = 29500
 HEARTBEAT_S = 4.0
+CUT_KNOWN_S = 3.0
+"""In an elastic job."""
 LATER_S = 0.5
 """Beyond the heartbeat: until what the kernel has noticed has reached everybody."""
 TOLD_S = 1.0
@@ -35,14 +38,14 @@ def cut_off(hosts: NetworkHosts) -> float:
 
 
 @contextmanager
-def ranks_on(hosts: NetworkHosts, per_host: int) -> Iterator[ControlledRanks]:
+def ranks_on(hosts: NetworkHosts, per_host: int, heartbeat_s: float = HEARTBEAT_S) -> Iterator[ControlledRanks]:
     """ControlledRanks started by hand on both hosts; rank 0 hosts the coordinator. All collectives went well."""
     size = 2 * per_host
     shared = {
         "RONDE_SIZE": str(size),
         "RONDE_COORDINATOR": f"{hosts.addresses[0]}:{PORT}",
         "RONDE_KEY": new_job_key(),
-        "RONDE_HEARTBEAT_S": str(HEARTBEAT_S),
+        "RONDE_HEARTBEAT_S": str(heartbeat_s),
     }
     with short_folder() as (folder, opened):
         ranks = ControlledRanks(size, folder, opened)
@@ -90,6 +93,25 @@ def test_both_sides_of_a_cut_link_are_told(per_host: int, moment: str) -> None:
             assert ended["ended"] - cut_at < HEARTBEAT_S + promised_s(LATER_S), (rank, ended["ended"] - cut_at)
         for rank, left in ranks.receive_all(everybody, "left").items():
             assert left["leaving_s"] < promised_s(LEAVING_S), (rank, left)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("moment", ["waiting", "inside"])
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_with_the_heartbeat_of_elastic_jobs_a_cut_in_one_direction_is_noticed_on_both_sides_within_3_s(
+    deaf: int, moment: str
+) -> None:
+    """Nothing arrives at host 0, which has the coordinator, or at host 1."""
+    with NetworkHosts(2) as hosts, ranks_on(hosts, 2, ELASTIC_HEARTBEAT_S) as ranks:
+        ranks.send(range(4), moment=moment)
+        ranks.receive_all(range(4), "under way")
+        with hosts.cut_one_way(deaf):
+            cut_at = time.monotonic()
+            for rank, ended in ranks.receive_all(range(4), "ended").items():
+                # Of whom and why depends on who notices first: what one side closes or declares lost, the other hears.
+                assert ended["error"] == "PeerLost", (rank, ended)
+                assert ended["ended"] - cut_at < CUT_KNOWN_S + promised_s(LATER_S), (rank, ended["ended"] - cut_at)
+            ranks.receive_all(range(4), "left")
 
 
 @needs_namespaces

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/quickstart.md runs as it is printed.
+"""Every code block of README.md, docs/quickstart.md and docs/guides/elastic.md runs as it is printed.
 
 A block of Python begins with a docstring that names its file. A line of a block of shell is a command that runs here,
 or stands in ELSEWHERE.
@@ -21,11 +21,14 @@ from tests.limits import LONG_S, LONG_TEST_S
 PAGES = {
     "README": (ROOT / "README.md").read_text(encoding="utf-8"),
     "quickstart": (ROOT / "docs/quickstart.md").read_text(encoding="utf-8"),
+    "elastic": (ROOT / "docs/guides/elastic.md").read_text(encoding="utf-8"),
 }
 ELSEWHERE = {
     'pip install "./ronde[torch]"',  # tests/jobs/test_wheel.py installs from source and from the wheel
     'pip install "dist/ronde-0.1.0-py3-none-linux_x86_64.whl[torch]"',
     "ronde run -H host1:4,host2:4 python train.py",  # tests/jobs/test_hosts.py starts jobs on several hosts
+    "ronde run -np 4 --min-np 2 --max-np 16 --hostfile hosts.txt python train.py",  # test_run_elastic.py changes hosts
+    "ronde run -np 4 --min-np 2 --max-np 16 --discover ./hosts.sh python train.py",
     "make train",  # tests/jobs/test_examples.py runs the main job
     "make test",
 }
@@ -76,6 +79,7 @@ RUN = {
         1,
         "is at hang.py:11 in <module>: time.sleep(3600)\n",
     ),
+    ("elastic", "ronde run -np 4 --min-np 2 python train.py"): (0, "[0] epoch 5: loss 0.0"),
 }
 """The exit code of each command, and a part of what it prints."""
 

@@ -115,7 +115,9 @@ def test_a_job_tells_others_of_itself() -> None:
         began = time.monotonic()
 
         def status() -> JobStatus:
-            facts = [RankStatus(rank=rank, state="running", host="here", pid=job.pids[rank]) for rank in range(SIZE)]
+            facts = {
+                rank: RankStatus(rank=rank, state="running", host="here", pid=job.pids[rank]) for rank in range(SIZE)
+            }
             activity = job.coordinator.activity()
             return make_job_status("watched", ["python"], activity, facts, time.monotonic() - began)
 

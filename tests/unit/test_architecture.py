@@ -55,7 +55,7 @@ POWERS: dict[str, tuple[str, ...]] = {
     "the environment": ("settings.py", "comm/launchers.py", "launch/"),
     "ctypes": ("comm/backends/native_library.py",),
     "print()": ("cli/",),
-    "processes": ("launch/", "cli/"),
+    "processes": ("launch/", "cli/", "elastic/discovery.py"),
     "sockets": ("net/",),
 }
 """Who owns what; a path that ends with a slash is a package."""
@@ -68,6 +68,12 @@ METAPHORS = set(
 )
 """Words that have to be learned, where the field has a word of its own; see CONTRIBUTING.md."""
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+NATIVE_CLASS = re.compile(
+    r"^ *(?:class|struct|enum class)(?: (?:alignas\(\w+\)|__attribute__\(\(.*\)\)))? ([A-Z]\w*)(?: final)?(?: :.*)? \{",
+    re.MULTILINE,
+)
+MIRRORED_CLASSES = {"Call", "CallHeader", "CallQueue", "Channel", "Deadline", "ReadyCounter", "Topology"}
+"""The same thing in Python and in the native library or the extension, under the same name."""
 
 
 class Import(NamedTuple):
@@ -206,6 +212,14 @@ def shared_class_names(sources: Sequence[Source]) -> list[str]:
     return [name for name, count in counts.items() if count > 1]
 
 
+def native_classes() -> set[str]:
+    """The classes of the native library, and of the extension `hot_calls`."""
+    paths = sorted(path for path in (ROOT / "native/src").rglob("*.*") if path.suffix in (".h", ".cc", ".inc"))
+    names = {name for path in paths for name in NATIVE_CLASS.findall(path.read_text(encoding="utf-8"))}
+    stub = Source("hot_calls.pyi", (SOURCES / "comm/backends/hot_calls.pyi").read_text(encoding="utf-8"))
+    return names.union(stub.classes)
+
+
 def missing_docstrings(sources: Sequence[Source]) -> list[str]:
     return [source.path for source in sources if source.tree.body and not ast.get_docstring(source.tree)]
 
@@ -224,9 +238,15 @@ def test_the_sources_keep_the_rule(rule: Rule) -> None:
     assert rule(read_all()) == []
 
 
+def test_a_class_name_means_the_same_in_python_and_in_the_native_library() -> None:
+    assert len(native_classes()) > 60
+    assert {name for source in read_all() for name in source.classes} & native_classes() == MIRRORED_CLASSES
+
+
 def test_files_and_classes_have_the_fields_words() -> None:
     files = [str(path.relative_to(ROOT)) for place in (SOURCES, ROOT / "native") for path in place.rglob("*.*")]
-    assert metaphors([*files, *(name for source in read_all() for name in source.classes)]) == []
+    classes = [*native_classes(), *(name for source in read_all() for name in source.classes)]
+    assert metaphors([*files, *classes]) == []
 
 
 def written_files() -> Iterator[Path]:
@@ -293,6 +313,18 @@ BELOW = {"errors.py": "", "net/__init__.py": "", "net/wire.py": "", "comm/__init
 )
 def test_what_breaks_a_rule_is_found(rule: Rule, path: str, text: str, num_wrong: int) -> None:
     assert len(rule([Source(each, content) for each, content in {**BELOW, path: text}.items()])) == num_wrong
+
+
+def test_a_native_class_is_found_where_it_is_defined() -> None:
+    text = """class Link;
+class Link final : public Carrier {
+struct alignas(64) MemberState {
+  struct Inner {
+enum class Form { kInput, kResult };
+struct __attribute__((packed)) Unaligned {
+struct rd_work {
+  return struct Wrong;"""
+    assert NATIVE_CLASS.findall(text) == ["Link", "MemberState", "Inner", "Form", "Unaligned"]
 
 
 def test_a_metaphor_is_found() -> None:

@@ -15,7 +15,7 @@ PAGES = [
     if path.name != "CHANGELOG.md"
 ]
 MODULE = re.compile(
-    r"`(?:src/ronde/)?((?:cli|comm|coordinator|launch|net|observe|torch|training|dash)/[\w/]*)(?:\.py)?`"
+    r"`(?:src/ronde/)?((?:cli|comm|coordinator|elastic|launch|net|observe|torch|training|dash)/[\w/]*)(?:\.py)?`"
 )
 EACH = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES]
 
@@ -50,7 +50,8 @@ def test_every_hop_of_the_walks_exists() -> None:
     assert len(hops) > 40
     for file, name, method in hops:
         tree = ast.parse((ROOT / "src/ronde" / file).read_text(encoding="utf-8"))
-        (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        (found,) = [node for node in tree.body if isinstance(node, kinds) and node.name == name]
         methods = [node.name for node in found.body if isinstance(node, ast.FunctionDef)]
         assert not method or method in methods, f"{file} has no {name}.{method}"
 

@@ -1,4 +1,5 @@
-"""The public names of ronde and ronde.torch are lists that docs/reference shows: adding a name shows in the diff."""
+"""The public names of ronde, ronde.torch, ronde.elastic and ronde.dash are lists that docs/reference shows. A new name
+shows there."""
 
 from __future__ import annotations
 
@@ -9,11 +10,20 @@ from types import ModuleType
 import pytest
 
 import ronde
+import ronde.dash
+import ronde.elastic
 import ronde.torch
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs/reference"
 PAGES = pytest.mark.parametrize(
-    ("module", "page"), [(ronde, "names.md"), (ronde.torch, "torch.md")], ids=["ronde", "ronde.torch"]
+    ("module", "page"),
+    [
+        (ronde, "names.md"),
+        (ronde.torch, "torch.md"),
+        (ronde.elastic, "elastic.md"),
+        (ronde.dash, "dash.md"),
+    ],
+    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.dash"],
 )
 
 

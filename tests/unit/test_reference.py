@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ronde.launch.driver.monitor import JobStatus, RankStatus
+from ronde.launch.driver.monitor import JobStatus, RankStatus, RoundRecord
 from ronde.observe.stacks import RankStack
 from tools.reference import FOLDER, pages
 
@@ -18,9 +18,27 @@ def test_a_generated_page_is_fresh(path: Path, text: str) -> None:
     assert path.read_text(encoding="utf-8") == text, "the page is stale; run `make docs`"
 
 
+def test_classes_are_shown_with_their_parameters_and_attributes_unless_these_are_for_ronde_itself() -> None:
+    page = pages()[FOLDER / "names.md"]
+    for shown in (
+        "ronde.Bucket(count: int, dtype: str='float32', ",
+        "ronde.Memory(address: int, shape: tuple[int, ...], dtype: str, device: str='cpu', ",
+        "ronde.SshOptions(*, port: int=0, ",
+        "\n- `count`: Number of elements, at least 1.",
+        "\n- `request(to: int, header: bytes=b'', payload: Any=None, *, wait: bool=True) -> Any`: ",
+        "\n- `ranks`: The members, ",
+        "\n- `peer`: The rank that is gone.",
+        "\n- `joined`: ",
+        "\n- `payload: Any`: An array, or None.",
+    ):
+        assert shown in page, shown
+    for hidden in ("ronde.Mailbox(", "ronde.Plan(", "object_key", "shared_id", "`number`"):
+        assert hidden not in page, hidden
+
+
 @pytest.mark.parametrize(
     ("heading", "structs"),
-    [("ronde top --json", [JobStatus, RankStatus]), ("ronde stack --json", [RankStack])],
+    [("ronde top --json", [JobStatus, RankStatus, RoundRecord]), ("ronde stack --json", [RankStack])],
     ids=["top", "stack"],
 )
 def test_every_field_of_the_json_output_is_documented(heading: str, structs: list[type[msgspec.Struct]]) -> None:

@@ -8,14 +8,14 @@
 
 namespace ronde {
 
-void adasum_allreduce(Group& group, const Call& call) {
+void adasum_allreduce(CallContext& context, const Call& call) {
   if (call.spans.bytes() == 0) return;
-  ContiguousArray array(group, call);
+  ContiguousArray array(context, call);
   const ReduceParams& params = call.reduce_params;
   rd_dtype dtype = wide_dtype(params.dtype);
   uint64_t width = element_bytes(dtype), bytes = call.spans.count() * width;
-  char* data = array.make_partials(group);
-  char* theirs = group.incoming.get(bytes);
+  char* data = array.make_partials(context);
+  char* theirs = context.incoming.get(bytes);
   auto mix = [&](bool mine_is_left) {
     uint64_t start = 0;
     for (const rd_span& span : call.spans) {
@@ -27,7 +27,7 @@ void adasum_allreduce(Group& group, const Call& call) {
       start += span.count * width;
     }
   };
-  recursive_doubling(group, group.all_members(), group.topology.member_index, data, theirs, bytes, mix);
+  recursive_doubling(context, context.all_members(), context.topology.member_index, data, theirs, bytes, mix);
   finish_partial(params, data, array.data(), call.spans.count());
   array.copy_out();
 }

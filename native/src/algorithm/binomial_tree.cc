@@ -14,8 +14,9 @@ constexpr uint64_t kSegmentBytes = 256 * 1024;
 
 class Tree {
  public:
-  Tree(Group& group, const Call& call) : group_(group), size_(group.topology.size), root_(uint32_t(call.peer)) {
-    position = (group.topology.member_index + size_ - root_) % size_;
+  Tree(CallContext& context, const Call& call)
+      : context_(context), size_(context.topology.size), root_(uint32_t(call.peer)) {
+    position = (context.topology.member_index + size_ - root_) % size_;
     while (lowest_bit < size_ && (position & lowest_bit) == 0) lowest_bit *= 2;
     end = std::min(position + lowest_bit, size_);
   }
@@ -29,10 +30,10 @@ class Tree {
   }
 
   void send(uint32_t to, const char* data, uint64_t bytes) const {
-    send_receive(group_.wait, group_.link(member_at(to)), data, bytes, nullptr, nullptr, 0);
+    send_receive(context_.wait, context_.link(member_at(to)), data, bytes, nullptr, nullptr, 0);
   }
   void receive(uint32_t from, char* buffer, uint64_t bytes) const {
-    send_receive(group_.wait, nullptr, nullptr, 0, group_.link(member_at(from)), buffer, bytes);
+    send_receive(context_.wait, nullptr, nullptr, 0, context_.link(member_at(from)), buffer, bytes);
   }
   void send_to_parent(const char* data, uint64_t bytes) const { send(position - lowest_bit, data, bytes); }
   void receive_from_parent(char* buffer, uint64_t bytes) const { receive(position - lowest_bit, buffer, bytes); }
@@ -42,7 +43,7 @@ class Tree {
   uint32_t end;             // of the subtree of this position
 
  private:
-  Group& group_;
+  CallContext& context_;
   uint32_t size_, root_;
 };
 
@@ -54,11 +55,11 @@ void for_segments(uint64_t bytes, Visit visit) {
 
 }  // namespace
 
-void binomial_tree_broadcast(Group& group, const Call& call) {
-  Tree tree(group, call);
+void binomial_tree_broadcast(CallContext& context, const Call& call) {
+  Tree tree(context, call);
   for_segments(call.spans.bytes(), [&](uint64_t begin, uint64_t length) {
     char* output = call.spans.contiguous_out(begin, length);
-    char* segment = output != nullptr ? output : group.incoming.get(kSegmentBytes);
+    char* segment = output != nullptr ? output : context.incoming.get(kSegmentBytes);
     if (tree.position == 0) {
       if (segment != call.spans.contiguous_in(begin, length)) call.spans.gather(begin, length, segment);
     } else {
@@ -71,20 +72,20 @@ void binomial_tree_broadcast(Group& group, const Call& call) {
 }
 
 // A member combines what it has with what its children send, and sends that to its parent: partial results.
-void binomial_tree_reduce(Group& group, const Call& call) {
-  Tree tree(group, call);
+void binomial_tree_reduce(CallContext& context, const Call& call) {
+  Tree tree(context, call);
   const ReduceParams& params = call.reduce_params;
   uint64_t width = call.element_bytes(), wide = partial_bytes(params);
   for_segments(call.spans.bytes(), [&](uint64_t begin, uint64_t length) {
     uint64_t count = length / width;
     const char* input = call.spans.contiguous_in(begin, length);
     if (input == nullptr) {
-      char* gathered = group.contiguous.get(kSegmentBytes);
+      char* gathered = context.contiguous.get(kSegmentBytes);
       call.spans.gather(begin, length, gathered);
       input = gathered;
     }
-    char* partials = group.partials.get(kSegmentBytes / width * wide);
-    char* incoming = group.incoming.get(kSegmentBytes / width * wide);
+    char* partials = context.partials.get(kSegmentBytes / width * wide);
+    char* incoming = context.incoming.get(kSegmentBytes / width * wide);
     const void* own = input;
     reduce_to_partial(params, &own, 1, partials, count);
     for (uint32_t bit = 1; bit < tree.lowest_bit; bit *= 2) {
@@ -94,15 +95,15 @@ void binomial_tree_reduce(Group& group, const Call& call) {
     }
     if (tree.position != 0) return tree.send_to_parent(partials, count * wide);
     char* output = call.spans.contiguous_out(begin, length);
-    char* results = output != nullptr ? output : group.contiguous.get(kSegmentBytes);
+    char* results = output != nullptr ? output : context.contiguous.get(kSegmentBytes);
     finish_partial(params, partials, results, count);
     if (output == nullptr) call.spans.scatter(begin, length, results);
   });
 }
 
 // A member sends its own data to its parent, then that of its subtree, in the order of the positions.
-void binomial_tree_gather(Group& group, const Call& call) {
-  Tree tree(group, call);
+void binomial_tree_gather(CallContext& context, const Call& call) {
+  Tree tree(context, call);
   std::vector<uint64_t> starts = starts_of(call.counts, call.element_bytes());
   for (uint32_t other = tree.position; other < tree.end; ++other) {
     uint32_t member = tree.member_at(other);
@@ -110,7 +111,7 @@ void binomial_tree_gather(Group& group, const Call& call) {
       bool is_own = other == tree.position, is_root = tree.position == 0;
       const char* own = static_cast<const char*>(call.spans[0].input);
       char* output = static_cast<char*>(call.spans[0].output);
-      char* segment = is_root ? output + starts[member] + begin : group.incoming.get(kSegmentBytes);
+      char* segment = is_root ? output + starts[member] + begin : context.incoming.get(kSegmentBytes);
       if (!is_own) tree.receive(tree.child_of(other), segment, length);
       if (!is_root) {
         tree.send_to_parent(is_own ? own + begin : segment, length);
@@ -122,8 +123,8 @@ void binomial_tree_gather(Group& group, const Call& call) {
 }
 
 // The reverse of the gather.
-void binomial_tree_scatter(Group& group, const Call& call) {
-  Tree tree(group, call);
+void binomial_tree_scatter(CallContext& context, const Call& call) {
+  Tree tree(context, call);
   std::vector<uint64_t> starts = starts_of(call.counts, call.element_bytes());
   for (uint32_t other = tree.position; other < tree.end; ++other) {
     uint32_t member = tree.member_at(other);
@@ -131,7 +132,7 @@ void binomial_tree_scatter(Group& group, const Call& call) {
       bool is_own = other == tree.position, is_root = tree.position == 0;
       const char* input = static_cast<const char*>(call.spans[0].input);
       char* output = static_cast<char*>(call.spans[0].output);
-      char* segment = is_own ? output + begin : group.incoming.get(kSegmentBytes);
+      char* segment = is_own ? output + begin : context.incoming.get(kSegmentBytes);
       if (!is_root) {
         tree.receive_from_parent(segment, length);
       } else if (is_own) {

@@ -8,24 +8,24 @@ namespace ronde {
 
 class ContiguousArray {
  public:
-  ContiguousArray(Group& group, const Call& call) : call_(call), bytes_(call.spans.bytes()) {
+  ContiguousArray(CallContext& context, const Call& call) : call_(call), bytes_(call.spans.bytes()) {
     data_ = output_ = call.spans.contiguous_out(0, bytes_);
-    if (data_ == nullptr) data_ = group.contiguous.get(bytes_);
+    if (data_ == nullptr) data_ = context.contiguous.get(bytes_);
     if (data_ != call.spans.contiguous_in(0, bytes_)) call.spans.gather(0, bytes_, data_);
   }
 
   char* data() const { return data_; }
 
   // Returns memory for the partial results of all elements: the array itself, unless they are wide.
-  char* partials(Group& group) const {
+  char* partials(CallContext& context) const {
     const ReduceParams& params = call_.reduce_params;
-    return has_wide_partials(params) ? group.partials.get(call_.spans.count() * partial_bytes(params)) : data_;
+    return has_wide_partials(params) ? context.partials.get(call_.spans.count() * partial_bytes(params)) : data_;
   }
-  PartialArrays partial_arrays(Group& group) const { return {data_, Form::kInput, partials(group), data_}; }
+  PartialArrays partial_arrays(CallContext& context) const { return {data_, Form::kInput, partials(context), data_}; }
 
   // Makes partial results of the input, and returns them.
-  char* make_partials(Group& group) const {
-    char* made = partials(group);
+  char* make_partials(CallContext& context) const {
+    char* made = partials(context);
     const void* input = data_;
     reduce_to_partial(call_.reduce_params, &input, 1, made, call_.spans.count());
     return made;

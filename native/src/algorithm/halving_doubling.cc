@@ -15,9 +15,9 @@ namespace {
 
 class HalvingDoublingRun {
  public:
-  HalvingDoublingRun(Group& group, const std::vector<uint32_t>& members, uint32_t position, const ReduceParams& params,
-                     char* partials, char* results, uint64_t count)
-      : group_(group),
+  HalvingDoublingRun(CallContext& context, const std::vector<uint32_t>& members, uint32_t position,
+                     const ReduceParams& params, char* partials, char* results, uint64_t count)
+      : context_(context),
         members_(members),
         position_(position),
         params_(params),
@@ -62,26 +62,26 @@ class HalvingDoublingRun {
   }
 
  private:
-  Link* link(uint32_t position) const { return group_.link(members_[position]); }
+  Link* link(uint32_t position) const { return context_.link(members_[position]); }
 
   // Sends one range of an array and receives another, whose elements are as wide.
   void exchange(Link* to, const char* data, Range sent, uint64_t width, Link* from, char* buffer, Range received) {
-    send_receive(group_.wait, to, data + sent.begin * width, to == nullptr ? 0 : sent.size() * width, from,
+    send_receive(context_.wait, to, data + sent.begin * width, to == nullptr ? 0 : sent.size() * width, from,
                  buffer + received.begin * width, from == nullptr ? 0 : received.size() * width);
   }
 
   // Receives a range of partial results, while another one is sent, and combines it with this member's. The partial
   // results of the lower position are the left operand.
   void receive_and_combine(Link* to, Range sent, Link* from, Range received, bool mine_is_left) {
-    char* theirs = group_.incoming.get(received.size() * partial_width_);
+    char* theirs = context_.incoming.get(received.size() * partial_width_);
     char* mine = partials_ + received.begin * partial_width_;
-    send_receive(group_.wait, to, partials_ + sent.begin * partial_width_,
+    send_receive(context_.wait, to, partials_ + sent.begin * partial_width_,
                  to == nullptr ? 0 : sent.size() * partial_width_, from, theirs, received.size() * partial_width_);
     Operand left{mine_is_left ? mine : theirs, Form::kPartial}, right{mine_is_left ? theirs : mine, Form::kPartial};
     combine(params_, left, right, mine, Form::kPartial, received.size());
   }
 
-  Group& group_;
+  CallContext& context_;
   const std::vector<uint32_t>& members_;
   const uint32_t position_;
   const ReduceParams& params_;
@@ -92,16 +92,16 @@ class HalvingDoublingRun {
 
 }  // namespace
 
-void halving_doubling_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
+void halving_doubling_allreduce_among(CallContext& context, const std::vector<uint32_t>& members, uint32_t position,
                                       const ReduceParams& params, char* partials, char* results, uint64_t count) {
-  HalvingDoublingRun(group, members, position, params, partials, results, count).run();
+  HalvingDoublingRun(context, members, position, params, partials, results, count).run();
 }
 
-void halving_doubling_allreduce(Group& group, const Call& call) {
+void halving_doubling_allreduce(CallContext& context, const Call& call) {
   if (call.spans.bytes() == 0) return;
-  ContiguousArray array(group, call);
-  halving_doubling_allreduce_among(group, group.all_members(), group.topology.member_index, call.reduce_params,
-                                   array.make_partials(group), array.data(), call.spans.count());
+  ContiguousArray array(context, call);
+  halving_doubling_allreduce_among(context, context.all_members(), context.topology.member_index, call.reduce_params,
+                                   array.make_partials(context), array.data(), call.spans.count());
   array.copy_out();
 }
 

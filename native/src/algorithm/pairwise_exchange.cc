@@ -18,26 +18,26 @@ constexpr uint64_t kSegmentBytes = 128 * 1024;  // received bytes are reduced in
 
 // `starts` are the elements at which the members' chunks begin, and the end of the last. `result` is this member's
 // chunk, and may be the place of that chunk in `input`.
-void reduce_own_chunk(Group& group, const ReduceParams& params, const char* input, char* result,
+void reduce_own_chunk(CallContext& context, const ReduceParams& params, const char* input, char* result,
                       const std::vector<uint64_t>& starts) {
-  uint32_t size = group.topology.size, me = group.topology.member_index;
+  uint32_t size = context.topology.size, me = context.topology.member_index;
   uint64_t width = element_bytes(params.dtype), wide = partial_bytes(params);
   uint64_t count = starts[me + 1] - starts[me], segment = kSegmentBytes / width;
   const char* own = input + starts[me] * width;
-  char* partials = group.partials.get(count * wide);
-  char* incoming = group.incoming.get(kSegmentBytes);
+  char* partials = context.partials.get(count * wide);
+  char* incoming = context.incoming.get(kSegmentBytes);
   for (uint32_t step = 1; step < size; ++step) {
     uint32_t to = (me + step) % size, from = (me + size - step) % size;
     const char* sent = input + starts[to] * width;
     uint64_t num_sent = 0, send_bytes = (starts[to + 1] - starts[to]) * width;
     uint64_t num_reduced = 0, num_received = 0;  // elements; bytes of the segment being received
-    group.wait.run_steps([&] {
+    context.wait.run_steps([&] {
       StepResult result_of_step;
-      size_t moved = num_sent < send_bytes ? group.link(to)->try_send(sent + num_sent, send_bytes - num_sent) : 0;
+      size_t moved = num_sent < send_bytes ? context.link(to)->try_send(sent + num_sent, send_bytes - num_sent) : 0;
       num_sent += moved;
       uint64_t wanted = std::min(segment, count - num_reduced);
       if (wanted > 0) {
-        size_t received = group.link(from)->try_receive(incoming + num_received, wanted * width - num_received);
+        size_t received = context.link(from)->try_receive(incoming + num_received, wanted * width - num_received);
         num_received += received;
         moved += received;
       }
@@ -52,8 +52,8 @@ void reduce_own_chunk(Group& group, const ReduceParams& params, const char* inpu
       }
       result_of_step.progress = moved > 0;
       result_of_step.done = num_sent == send_bytes && num_reduced == count;
-      if (num_sent < send_bytes) result_of_step.sending = group.link(to);
-      if (num_reduced < count) result_of_step.receiving = group.link(from);
+      if (num_sent < send_bytes) result_of_step.sending = context.link(to);
+      if (num_reduced < count) result_of_step.receiving = context.link(from);
       return result_of_step;
     });
   }
@@ -61,27 +61,27 @@ void reduce_own_chunk(Group& group, const ReduceParams& params, const char* inpu
 
 }  // namespace
 
-void pairwise_exchange_reduce_scatter(Group& group, const Call& call) {
+void pairwise_exchange_reduce_scatter(CallContext& context, const Call& call) {
   const rd_span& span = call.spans[0];
-  reduce_own_chunk(group, call.reduce_params, static_cast<const char*>(span.input), static_cast<char*>(span.output),
+  reduce_own_chunk(context, call.reduce_params, static_cast<const char*>(span.input), static_cast<char*>(span.output),
                    starts_of(call.counts, 1));
 }
 
-void pairwise_exchange_allreduce(Group& group, const Call& call) {
+void pairwise_exchange_allreduce(CallContext& context, const Call& call) {
   if (call.spans.bytes() == 0) return;
-  ContiguousArray array(group, call);
+  ContiguousArray array(context, call);
   uint64_t width = call.element_bytes();
   std::vector<uint64_t> starts{0};
-  for (uint32_t member = 0; member < group.topology.size; ++member)
-    starts.push_back(share_of(call.spans.count(), member, group.topology.size, width).end);
-  char* own = array.data() + starts[group.topology.member_index] * width;
-  reduce_own_chunk(group, call.reduce_params, array.data(), own, starts);
-  ring_allgather_in_place(group, call, array.data(), starts);
+  for (uint32_t member = 0; member < context.topology.size; ++member)
+    starts.push_back(share_of(call.spans.count(), member, context.topology.size, width).end);
+  char* own = array.data() + starts[context.topology.member_index] * width;
+  reduce_own_chunk(context, call.reduce_params, array.data(), own, starts);
+  ring_allgather_in_place(context, call, array.data(), starts);
   array.copy_out();
 }
 
-void pairwise_exchange_alltoall(Group& group, const Call& call) {
-  uint32_t size = group.topology.size, me = group.topology.member_index;
+void pairwise_exchange_alltoall(CallContext& context, const Call& call) {
+  uint32_t size = context.topology.size, me = context.topology.member_index;
   std::vector<uint64_t> send_starts = starts_of(call.splits, call.element_bytes());
   std::vector<uint64_t> receive_starts = starts_of(call.counts, call.element_bytes());
   auto send_bytes = [&](uint32_t member) { return send_starts[member + 1] - send_starts[member]; };
@@ -91,7 +91,7 @@ void pairwise_exchange_alltoall(Group& group, const Call& call) {
   if (send_bytes(me) > 0) std::memcpy(output + receive_starts[me], input + send_starts[me], send_bytes(me));
   for (uint32_t step = 1; step < size; ++step) {
     uint32_t to = (me + step) % size, from = (me + size - step) % size;
-    send_receive(group.wait, group.link(to), input + send_starts[to], send_bytes(to), group.link(from),
+    send_receive(context.wait, context.link(to), input + send_starts[to], send_bytes(to), context.link(from),
                  output + receive_starts[from], receive_bytes(from));
   }
 }

@@ -11,11 +11,11 @@
 
 namespace ronde {
 
-void recursive_doubling_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
+void recursive_doubling_allreduce_among(CallContext& context, const std::vector<uint32_t>& members, uint32_t position,
                                         const ReduceParams& params, char* partials, char* results, uint64_t count) {
   uint64_t bytes = count * partial_bytes(params);
-  char* theirs = group.incoming.get(bytes);
-  recursive_doubling(group, members, position, partials, theirs, bytes, [&](bool mine_is_left) {
+  char* theirs = context.incoming.get(bytes);
+  recursive_doubling(context, members, position, partials, theirs, bytes, [&](bool mine_is_left) {
     Operand left{mine_is_left ? partials : theirs, Form::kPartial};
     Operand right{mine_is_left ? theirs : partials, Form::kPartial};
     combine(params, left, right, partials, Form::kPartial, count);
@@ -23,11 +23,11 @@ void recursive_doubling_allreduce_among(Group& group, const std::vector<uint32_t
   finish_partial(params, partials, results, count);
 }
 
-void recursive_doubling_allreduce(Group& group, const Call& call) {
+void recursive_doubling_allreduce(CallContext& context, const Call& call) {
   if (call.spans.bytes() == 0) return;
-  ContiguousArray array(group, call);
-  recursive_doubling_allreduce_among(group, group.all_members(), group.topology.member_index, call.reduce_params,
-                                     array.make_partials(group), array.data(), call.spans.count());
+  ContiguousArray array(context, call);
+  recursive_doubling_allreduce_among(context, context.all_members(), context.topology.member_index, call.reduce_params,
+                                     array.make_partials(context), array.data(), call.spans.count());
   array.copy_out();
 }
 

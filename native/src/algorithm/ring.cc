@@ -25,16 +25,16 @@ constexpr uint64_t kSegmentBytes = 128 * 1024;  // received bytes are reduced in
 class RingRun {
  public:
   // `starts` are the elements at which the chunks begin, and the end of the last.
-  RingRun(Group& group, const std::vector<uint32_t>& members, uint32_t position, const ReduceParams& params,
+  RingRun(CallContext& context, const std::vector<uint32_t>& members, uint32_t position, const ReduceParams& params,
           const PartialArrays& arrays, std::vector<uint64_t> starts)
-      : group_(group),
+      : context_(context),
         num_(uint32_t(members.size())),
         position_(position),
         params_(params),
         arrays_(arrays),
         starts_(std::move(starts)),
-        next_(group.ring_link(members[(position + 1) % num_])),
-        previous_(group.ring_link(members[(position + num_ - 1) % num_])) {}
+        next_(context.ring_link(members[(position + 1) % num_])),
+        previous_(context.ring_link(members[(position + num_ - 1) % num_])) {}
 
   // Assigns the chunks one position further, so that position p ends with chunk p itself complete. Only that chunk gets
   // results, and the array of results has nothing else.
@@ -48,7 +48,7 @@ class RingRun {
   void run(uint32_t num_reducing, uint32_t num_steps) {
     num_reducing_ = num_reducing;
     num_steps_ = num_steps;
-    group_.wait.run_steps([&] {
+    context_.wait.run_steps([&] {
       StepResult result;
       result.progress = receive_available();
       result.progress |= send_available();
@@ -134,7 +134,7 @@ class RingRun {
     Form form = form_at(receiving_step_), kept_form = form_at(receiving_step_ + 1);
     uint64_t done = ready_ / width(kept_form);
     uint64_t count = std::min(kSegmentBytes / width(form), length(chunk) - done), bytes = count * width(form);
-    char* incoming = group_.incoming.get(kSegmentBytes);
+    char* incoming = context_.incoming.get(kSegmentBytes);
     size_t received = previous_->try_receive(incoming + received_, bytes - received_);
     received_ += received;
     if (received_ < bytes || bytes == 0) return received;
@@ -145,7 +145,7 @@ class RingRun {
     return received;
   }
 
-  Group& group_;
+  CallContext& context_;
   uint32_t num_, position_;
   const ReduceParams& params_;
   const PartialArrays arrays_;
@@ -168,54 +168,55 @@ std::vector<uint64_t> even_chunks(uint64_t count, uint32_t num, uint64_t width) 
 
 // Members in the order of their hosts, so that the members of a host are neighbours and each host's network carries one
 // edge of the ring.
-std::vector<uint32_t> members_in_host_order(const Group& group, uint32_t* position) {
+std::vector<uint32_t> members_in_host_order(const CallContext& context, uint32_t* position) {
   std::vector<uint32_t> ordered;
-  for (const auto& members : group.topology.members_by_host)
+  for (const auto& members : context.topology.members_by_host)
     ordered.insert(ordered.end(), members.begin(), members.end());
-  *position = uint32_t(std::find(ordered.begin(), ordered.end(), group.topology.member_index) - ordered.begin());
+  *position = uint32_t(std::find(ordered.begin(), ordered.end(), context.topology.member_index) - ordered.begin());
   return ordered;
 }
 
 }  // namespace
 
-void ring_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
+void ring_allreduce_among(CallContext& context, const std::vector<uint32_t>& members, uint32_t position,
                           const ReduceParams& params, const PartialArrays& arrays, uint64_t count) {
   uint32_t num = uint32_t(members.size());
-  RingRun run(group, members, position, params, arrays, even_chunks(count, num, element_bytes(params.dtype)));
+  RingRun run(context, members, position, params, arrays, even_chunks(count, num, element_bytes(params.dtype)));
   run.run(num - 1, 2 * (num - 1));
 }
 
-void ring_allreduce(Group& group, const Call& call) {
+void ring_allreduce(CallContext& context, const Call& call) {
   if (call.spans.bytes() == 0) return;
-  ContiguousArray array(group, call);
+  ContiguousArray array(context, call);
   uint32_t position;
-  std::vector<uint32_t> members = members_in_host_order(group, &position);
-  PartialArrays arrays = array.partial_arrays(group);
-  ring_allreduce_among(group, members, position, call.reduce_params, arrays, call.spans.count());
+  std::vector<uint32_t> members = members_in_host_order(context, &position);
+  PartialArrays arrays = array.partial_arrays(context);
+  ring_allreduce_among(context, members, position, call.reduce_params, arrays, call.spans.count());
   array.copy_out();
 }
 
-void ring_allgather(Group& group, const Call& call) {
+void ring_allgather(CallContext& context, const Call& call) {
   uint64_t width = call.element_bytes();
   std::vector<uint64_t> starts = starts_of(call.counts, 1);
   char* out = static_cast<char*>(call.spans[0].output);
-  uint32_t me = group.topology.member_index;
+  uint32_t me = context.topology.member_index;
   if (call.counts[me] > 0) std::memmove(out + starts[me] * width, call.spans[0].input, call.counts[me] * width);
-  ring_allgather_in_place(group, call, out, std::move(starts));
+  ring_allgather_in_place(context, call, out, std::move(starts));
 }
 
-void ring_allgather_in_place(Group& group, const Call& call, char* data, std::vector<uint64_t> starts) {
+void ring_allgather_in_place(CallContext& context, const Call& call, char* data, std::vector<uint64_t> starts) {
   PartialArrays arrays{nullptr, Form::kResult, nullptr, data};
-  RingRun run(group, group.all_members(), group.topology.member_index, call.reduce_params, arrays, std::move(starts));
-  run.run(0, group.topology.size - 1);
+  RingRun run(context, context.all_members(), context.topology.member_index, call.reduce_params, arrays,
+              std::move(starts));
+  run.run(0, context.topology.size - 1);
 }
 
-void ring_reduce_scatter(Group& group, const Call& call) {
-  uint32_t size = group.topology.size;
+void ring_reduce_scatter(CallContext& context, const Call& call) {
+  uint32_t size = context.topology.size;
   const rd_span& span = call.spans[0];
-  char* partials = group.partials.get(call.spans.count() * partial_bytes(call.reduce_params));
+  char* partials = context.partials.get(call.spans.count() * partial_bytes(call.reduce_params));
   PartialArrays arrays{static_cast<const char*>(span.input), Form::kInput, partials, static_cast<char*>(span.output)};
-  RingRun run(group, group.all_members(), group.topology.member_index, call.reduce_params, arrays,
+  RingRun run(context, context.all_members(), context.topology.member_index, call.reduce_params, arrays,
               starts_of(call.counts, 1));
   run.end_with_own_chunk();
   run.run(size - 1, size - 1);

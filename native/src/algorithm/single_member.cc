@@ -10,11 +10,11 @@ bool reduces(rd_kind kind) { return kind == RD_ALLREDUCE || kind == RD_REDUCE_SC
 
 }  // namespace
 
-void single_member(Group& group, const Call& call) {
+void single_member(CallContext& context, const Call& call) {
   if (call.spans.bytes() == 0) return;
-  ContiguousArray array(group, call);
+  ContiguousArray array(context, call);
   if (reduces(call.kind))
-    finish_partial(call.reduce_params, array.make_partials(group), array.data(), call.spans.count());
+    finish_partial(call.reduce_params, array.make_partials(context), array.data(), call.spans.count());
   array.copy_out();
 }
 

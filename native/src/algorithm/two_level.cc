@@ -20,49 +20,49 @@ namespace ronde {
 namespace {
 
 // `common` has the partial results of this host's members. The results may be the same memory unless those are wide.
-void allreduce_between_hosts(Group& group, const Call& call, char* common, char* results, uint64_t count) {
-  uint32_t num_cross_groups = group.topology.num_cross_groups(), cross_group = group.topology.local_index;
+void allreduce_between_hosts(CallContext& context, const Call& call, char* common, char* results, uint64_t count) {
+  uint32_t num_cross_groups = context.topology.num_cross_groups(), cross_group = context.topology.local_index;
   if (cross_group >= num_cross_groups) return;
   std::vector<uint32_t> members;
-  for (const auto& local_members : group.topology.members_by_host) members.push_back(local_members[cross_group]);
+  for (const auto& local_members : context.topology.members_by_host) members.push_back(local_members[cross_group]);
   Range mine = share_of(count, cross_group, num_cross_groups, call.element_bytes());
   if (mine.size() == 0) return;
   const ReduceParams& params = call.reduce_params;
   char* partials = common + mine.begin * partial_bytes(params);
   results += mine.begin * call.element_bytes();
-  uint32_t position = group.topology.my_host;
-  switch (choose_allreduce_between_hosts(group.topology.num_hosts(), mine.size() * partial_bytes(params))) {
+  uint32_t position = context.topology.my_host;
+  switch (choose_allreduce_between_hosts(context.topology.num_hosts(), mine.size() * partial_bytes(params))) {
     case RD_DOUBLING:
-      return recursive_doubling_allreduce_among(group, members, position, params, partials, results, mine.size());
+      return recursive_doubling_allreduce_among(context, members, position, params, partials, results, mine.size());
     case RD_HALVING:
-      return halving_doubling_allreduce_among(group, members, position, params, partials, results, mine.size());
+      return halving_doubling_allreduce_among(context, members, position, params, partials, results, mine.size());
     default:
-      return ring_allreduce_among(group, members, position, params, {partials, Form::kPartial, partials, results},
+      return ring_allreduce_among(context, members, position, params, {partials, Form::kPartial, partials, results},
                                   mine.size());
   }
 }
 
-void allreduce_buckets(Group& group, const Call& call) {
-  uint32_t num_local = group.topology.num_local(), local_index = group.topology.local_index;
+void allreduce_buckets(CallContext& context, const Call& call) {
+  uint32_t num_local = context.topology.num_local(), local_index = context.topology.local_index;
   uint64_t width = call.element_bytes();
   Range mine = share_of(call.spans.count(), local_index, num_local, width);
   const void* ins[RD_MAX_LOCAL_MEMBERS];
-  for (uint32_t local = 0; local < num_local; ++local) ins[local] = group.bucket(local, call) + mine.begin * width;
-  char* common = group.bucket(0, call);
+  for (uint32_t local = 0; local < num_local; ++local) ins[local] = context.bucket(local, call) + mine.begin * width;
+  char* common = context.bucket(0, call);
   reduce_to_partial(call.reduce_params, ins, num_local, common + mine.begin * width, mine.size());
-  group.barrier.arrive_and_wait(group.wait);
-  allreduce_between_hosts(group, call, common, common, call.spans.count());
-  group.barrier.arrive_and_wait(group.wait);
-  if (local_index != 0) copy_bytes(group.bucket(local_index, call), common, call.spans.bytes(), false);
-  group.barrier.arrive_and_wait(group.wait);  // the first member's bucket is read until then
+  context.barrier.arrive_and_wait(context.wait);
+  allreduce_between_hosts(context, call, common, common, call.spans.count());
+  context.barrier.arrive_and_wait(context.wait);
+  if (local_index != 0) copy_bytes(context.bucket(local_index, call), common, call.spans.bytes(), false);
+  context.barrier.arrive_and_wait(context.wait);  // the first member's bucket is read until then
 }
 
 // Returns the elements of a chunk: as many as fit into a staging result, with their partial results if those are wide.
-uint64_t chunk_count(const Group& group, const Call& call) {
+uint64_t chunk_count(const CallContext& context, const Call& call) {
   const ReduceParams& params = call.reduce_params;
-  if (!has_wide_partials(params)) return group.topology.slot_bytes / call.element_bytes();
+  if (!has_wide_partials(params)) return context.topology.slot_bytes / call.element_bytes();
   constexpr uint64_t kWholeLines = 64;  // so many elements of any width
-  uint64_t count = group.topology.slot_bytes / (partial_bytes(params) + call.element_bytes());
+  uint64_t count = context.topology.slot_bytes / (partial_bytes(params) + call.element_bytes());
   return count < kWholeLines ? count : count / kWholeLines * kWholeLines;
 }
 
@@ -75,74 +75,74 @@ uint64_t chunk_count(const Group& group, const Call& call) {
 // c into its bucket, all others have read that part, because they reduced c before R(c).
 class StagedRun {
  public:
-  StagedRun(Group& group, const Call& call)
-      : group_(group),
+  StagedRun(CallContext& context, const Call& call)
+      : context_(context),
         call_(call),
         width_(call.element_bytes()),
-        chunk_count_(chunk_count(group, call)),
+        chunk_count_(chunk_count(context, call)),
         step_(chunk_count_ * width_),
         num_chunks_((call.spans.bytes() + step_ - 1) / step_) {}
 
   void run() {
-    begin(State::kGather, 0);
+    begin(TwoLevelState::kGather, 0);
     finish_local_work();
     for (uint64_t chunk = 0; chunk < num_chunks_; ++chunk) {
-      group_.barrier.wait(reduced_, group_.wait);
-      begin(chunk > 0 ? State::kScatter : State::kGather, chunk + 1);
-      group_.wait.while_idle([this] { return do_piece(); });
-      allreduce_between_hosts(group_, call_, common(chunk), results(chunk), size(chunk) / width_);
-      group_.wait.while_idle(nullptr);
+      context_.barrier.wait(reduced_, context_.wait);
+      begin(chunk > 0 ? TwoLevelState::kScatter : TwoLevelState::kGather, chunk + 1);
+      context_.wait.while_idle([this] { return do_piece(); });
+      allreduce_between_hosts(context_, call_, common(chunk), results(chunk), size(chunk) / width_);
+      context_.wait.while_idle(nullptr);
       finish_local_work();
-      exchanged_ = group_.barrier.arrive();
+      exchanged_ = context_.barrier.arrive();
     }
-    begin(State::kScatter, num_chunks_ + 1);
+    begin(TwoLevelState::kScatter, num_chunks_ + 1);
     finish_local_work();
-    group_.slots_used += uint32_t(num_chunks_);
+    context_.slots_used += uint32_t(num_chunks_);
   }
 
  private:
-  enum class State { kScatter, kGather, kWaitGathered, kReduce, kDone };
+  enum class TwoLevelState { kScatter, kGather, kWaitGathered, kReduce, kDone };
 
   uint64_t size(uint64_t chunk) const { return std::min(step_, call_.spans.bytes() - chunk * step_); }
-  uint32_t which(uint64_t chunk) const { return uint32_t(group_.slots_used + chunk) & 1; }
-  char* common(uint64_t chunk) const { return group_.segment->result(which(chunk)); }
+  uint32_t which(uint64_t chunk) const { return uint32_t(context_.slots_used + chunk) & 1; }
+  char* common(uint64_t chunk) const { return context_.segment->result(which(chunk)); }
   char* results(uint64_t chunk) const {
     bool is_wide = has_wide_partials(call_.reduce_params);
     return common(chunk) + (is_wide ? chunk_count_ * partial_bytes(call_.reduce_params) : 0);
   }
   // Where the data of a member of this host is, from a byte of the chunk on.
   const char* input(uint32_t local, uint64_t chunk, uint64_t byte) const {
-    if (call_.in_bucket) return group_.bucket(local, call_) + chunk * step_ + byte;
-    return group_.segment->slot(local, which(chunk)) + byte;
+    if (call_.in_bucket) return context_.bucket(local, call_) + chunk * step_ + byte;
+    return context_.segment->slot(local, which(chunk)) + byte;
   }
 
   // Starts with `state` on the local work of chunk `next`, which is to be copied in, and of chunk next - 2, which is to
   // be copied out.
-  void begin(State state, uint64_t next) {
+  void begin(TwoLevelState state, uint64_t next) {
     state_ = state;
     next_ = next;
     done_ = 0;
   }
 
   void finish_local_work() {
-    while (state_ != State::kDone) {
+    while (state_ != TwoLevelState::kDone) {
       if (do_piece()) continue;
-      group_.barrier.wait(state_ == State::kScatter ? exchanged_ : gathered_, group_.wait);
+      context_.barrier.wait(state_ == TwoLevelState::kScatter ? exchanged_ : gathered_, context_.wait);
     }
   }
 
   // Does one piece of the local work. Returns false when there is none, or when other members must arrive first.
   bool do_piece() {
     switch (state_) {
-      case State::kScatter:
-        return group_.barrier.is_complete(exchanged_) && scatter();
-      case State::kGather:
+      case TwoLevelState::kScatter:
+        return context_.barrier.is_complete(exchanged_) && scatter();
+      case TwoLevelState::kGather:
         return gather();
-      case State::kWaitGathered:
-        if (!group_.barrier.is_complete(gathered_)) return false;
-        state_ = State::kReduce;
+      case TwoLevelState::kWaitGathered:
+        if (!context_.barrier.is_complete(gathered_)) return false;
+        state_ = TwoLevelState::kReduce;
         return true;
-      case State::kReduce:
+      case TwoLevelState::kReduce:
         return reduce();
       default:
         return false;
@@ -153,30 +153,30 @@ class StagedRun {
     uint64_t chunk = next_ - 2, piece = std::min(kPieceBytes, size(chunk) - done_);
     call_.spans.scatter(chunk * step_ + done_, piece, results(chunk) + done_);
     done_ += piece;
-    if (done_ == size(chunk)) begin(State::kGather, next_);
+    if (done_ == size(chunk)) begin(TwoLevelState::kGather, next_);
     return true;
   }
 
   bool gather() {
     if (next_ >= num_chunks_) {
-      state_ = State::kDone;
+      state_ = TwoLevelState::kDone;
       return false;
     }
     if (!call_.in_bucket) {
       uint64_t piece = std::min(kPieceBytes, size(next_) - done_);
       call_.spans.gather(next_ * step_ + done_, piece,
-                         group_.segment->slot(group_.topology.local_index, which(next_)) + done_);
+                         context_.segment->slot(context_.topology.local_index, which(next_)) + done_);
       done_ += piece;
       if (done_ < size(next_)) return true;
     }
-    gathered_ = group_.barrier.arrive();
-    begin(State::kWaitGathered, next_);
+    gathered_ = context_.barrier.arrive();
+    begin(TwoLevelState::kWaitGathered, next_);
     return true;
   }
 
   bool reduce() {
-    uint32_t num_local = group_.topology.num_local();
-    Range mine = share_of(size(next_) / width_, group_.topology.local_index, num_local, width_);
+    uint32_t num_local = context_.topology.num_local();
+    Range mine = share_of(size(next_) / width_, context_.topology.local_index, num_local, width_);
     uint64_t begin_at = mine.begin * width_ + done_, piece = std::min(kPieceBytes, mine.size() * width_ - done_);
     const void* ins[RD_MAX_LOCAL_MEMBERS];
     for (uint32_t local = 0; local < num_local; ++local) ins[local] = input(local, next_, begin_at);
@@ -184,42 +184,42 @@ class StagedRun {
     reduce_to_partial(call_.reduce_params, ins, num_local, out, piece / width_);
     done_ += piece;
     if (done_ < mine.size() * width_) return true;
-    reduced_ = group_.barrier.arrive();
-    state_ = State::kDone;
+    reduced_ = context_.barrier.arrive();
+    state_ = TwoLevelState::kDone;
     return true;
   }
 
   static constexpr uint64_t kPieceBytes = 128 * 1024;
 
-  Group& group_;
+  CallContext& context_;
   const Call& call_;
   const uint64_t width_, chunk_count_, step_, num_chunks_;
-  State state_ = State::kDone;
+  TwoLevelState state_ = TwoLevelState::kDone;
   uint64_t next_ = 0, done_ = 0;
   uint32_t gathered_ = 0, reduced_ = 0, exchanged_ = 0;
 };
 
 // The only member of its host has nothing to do inside: its own array is the common one.
-void allreduce_only_local_member(Group& group, const Call& call) {
-  ContiguousArray array(group, call);
+void allreduce_only_local_member(CallContext& context, const Call& call) {
+  ContiguousArray array(context, call);
   uint64_t count = call.spans.count(), width = call.element_bytes(), wide = partial_bytes(call.reduce_params);
   // The same chunks as on the other hosts.
   bool whole = call.in_bucket && !has_wide_partials(call.reduce_params);
-  uint64_t step = whole ? count : chunk_count(group, call);
-  char* partials = array.make_partials(group);
+  uint64_t step = whole ? count : chunk_count(context, call);
+  char* partials = array.make_partials(context);
   for (uint64_t begin = 0; begin < count; begin += step)
-    allreduce_between_hosts(group, call, partials + begin * wide, array.data() + begin * width,
+    allreduce_between_hosts(context, call, partials + begin * wide, array.data() + begin * width,
                             std::min(step, count - begin));
   array.copy_out();
 }
 
 }  // namespace
 
-void two_level_allreduce(Group& group, const Call& call) {
+void two_level_allreduce(CallContext& context, const Call& call) {
   if (call.spans.bytes() == 0) return;
-  if (group.segment == nullptr) return allreduce_only_local_member(group, call);
-  if (call.in_bucket && !has_wide_partials(call.reduce_params)) return allreduce_buckets(group, call);
-  StagedRun(group, call).run();
+  if (context.segment == nullptr) return allreduce_only_local_member(context, call);
+  if (call.in_bucket && !has_wide_partials(call.reduce_params)) return allreduce_buckets(context, call);
+  StagedRun(context, call).run();
 }
 
 }  // namespace ronde

@@ -21,7 +21,6 @@ class Deadline {
   int64_t remaining_ns() const { return at_ns_ == INT64_MAX ? INT64_MAX : at_ns_ - now_ns(); }
   bool expired() const { return remaining_ns() <= 0; }
   int64_t at_ns() const { return at_ns_; }  // INT64_MAX for never
-  bool operator<(const Deadline& other) const { return at_ns_ < other.at_ns_; }
 
  private:
   int64_t at_ns_;

@@ -2,6 +2,10 @@
 // channel's thread runs, and in Python's signal handlers that run inside of another wait.
 #pragma once
 
+#include <cerrno>
+
+#include "base/error.h"
+
 namespace ronde {
 
 inline thread_local bool waiting_is_forbidden = false;
@@ -15,5 +19,10 @@ class ForbidWaiting {
  private:
   const bool before_;
 };
+
+// Throws CallError where waiting is forbidden.
+inline void check_may_wait() {
+  if (waiting_is_forbidden) throw CallError{RD_BAD_CALL, -1, EDEADLK};
+}
 
 }  // namespace ronde

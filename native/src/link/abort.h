@@ -1,5 +1,5 @@
 // Ends every wait of this channel after an abort, of this process or of a member on another host; the caller of the
-// library brings the latter (rd_end). It also wakes a wait on sockets when a link was opened.
+// library brings the latter (rd_abort). It also wakes a wait on sockets when a link was opened.
 #pragma once
 
 #include <atomic>

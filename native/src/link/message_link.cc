@@ -139,14 +139,17 @@ bool MessageLink::has_input() const {
   return other.head.load() != other.tail.load();
 }
 
-void MessageLink::clear_wakeups() {
+bool MessageLink::clear_wakeups() {
   char wakeups[64];
+  bool any = false;
   while (memory_ != nullptr && !closed_) {
     ssize_t received = recv(socket_.get(), wakeups, sizeof wakeups, MSG_DONTWAIT);
+    any |= received > 0;
     if (received > 0 || (received < 0 && errno == EINTR)) continue;
     if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
     set_closed(received < 0 ? errno : 0);
   }
+  return any;
 }
 
 bool MessageLink::prepare_sleep(bool has_output) {

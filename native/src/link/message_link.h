@@ -60,7 +60,8 @@ class MessageLink {
   int socket() const { return socket_.get(); }
 
   // Called when the socket is readable: takes the bytes that only wake this side, and notices the end of the link.
-  void clear_wakeups();
+  // Returns whether there were such bytes: this side is then no longer taken for asleep.
+  bool clear_wakeups();
   // Called before this side sleeps. Returns false when it can go on at once: there is input, or space for the output
   // that it wants to send.
   bool prepare_sleep(bool has_output);

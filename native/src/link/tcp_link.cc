@@ -10,6 +10,13 @@ namespace ronde {
 TcpLink::TcpLink(uint32_t peer, rd_link_kind kind, AbortSignal* abort_signal, ChannelEvents* events)
     : Link(peer), kind_(kind), abort_signal_(abort_signal), events_(events) {}
 
+// A child that was forked before this link owned its sockets has copies of them: closing them here would not tell the
+// peer.
+TcpLink::~TcpLink() {
+  for (const Direction* direction : {&to_peer_, &from_peer_})
+    for (const FileDescriptor& socket : direction->sockets) shutdown(socket.get(), SHUT_RDWR);
+}
+
 void TcpLink::open(bool opened_here, std::vector<FileDescriptor> sockets) {
   Direction& direction = opened_here ? to_peer_ : from_peer_;
   if (sockets.empty() || direction.is_open.load()) return;

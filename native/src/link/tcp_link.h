@@ -17,6 +17,7 @@ namespace ronde {
 class TcpLink final : public Link {
  public:
   TcpLink(uint32_t peer, rd_link_kind kind, AbortSignal* abort_signal, ChannelEvents* events);
+  ~TcpLink() override;
 
   // Opens the direction to the peer (opened_here), or that from it. A direction that is open stays as it is. For any
   // thread, but one at a time.

@@ -17,7 +17,7 @@ constexpr size_t kLine = 64;
 
 constexpr size_t kElementBytes[RD_NUM_DTYPES] = {1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 1};
 
-struct alignas(kLine) Block {
+struct alignas(kLine) CacheBlock {
   char bytes[kBlockBytes];
 };
 
@@ -229,7 +229,7 @@ class Reduction {
   const uint64_t divisor_;
   const double factor_;  // what the result is multiplied by
   const bool scales_sums_;
-  Block folded_, next_, scaled_;
+  CacheBlock folded_, next_, scaled_;
 };
 
 bool any_shared(const void* const* ins, size_t num_ins, void* const* outs, size_t num_outs) {
@@ -257,7 +257,7 @@ void reduce_streaming(Reduction& reduction, const void* const* ins, size_t num_i
                       size_t count) {
   const Kernels& level = kernels();
   const size_t step = reduction.block_count(), bytes = reduction.bytes();
-  Block result;
+  CacheBlock result;
   // The first block may be shorter, so that the others begin at a cache line.
   size_t n = smaller(count, step - reinterpret_cast<uintptr_t>(outs[0]) % kLine / bytes);
   for (size_t i = 0; i < count; i += n, n = smaller(step, count - i)) {

@@ -12,17 +12,21 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ronde.cli.arguments import CommandParser, print_error
 from ronde.errors import RondeError
 from ronde.launch.config import LaunchConfig, LaunchOption, launch_options, make_launch_config
 from ronde.text import INTERRUPTED_CODE
 
+if TYPE_CHECKING:
+    from ronde.launch.driver.host_source import HostSource
+
 DESCRIPTION = """Start COMMAND as the ranks of one job, here or on many hosts.
 
   ronde run -np 4 python train.py
   ronde run -H host1:2,host2:4 python train.py --epochs 10
+  ronde run -np 4 --min-np 2 --max-np 8 --discover ./hosts.sh python train.py
 
 Whatever follows the first word of COMMAND belongs to it. The standard input of
 ranks is empty, but for that of --debug."""
@@ -38,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run_job(config: LaunchConfig) -> int:
-    from ronde.launch.driver.driver import Driver
+    from ronde.launch.driver.driver import run_job
     from ronde.launch.output.printer import OutputOptions, Printer
     from ronde.launch.output.terminal import StandardStreams, TerminalInfo
 
@@ -63,12 +67,23 @@ def _run_job(config: LaunchConfig) -> int:
         )
         printer = Printer(streams, num_ranks=config.job.num_ranks, options=options)
         opened.enter_context(contextlib.closing(printer))
-        result = Driver(config.job, printer).run()
+        result = run_job(config.job, printer, host_source=_make_host_source(config))
     # A job that was asked to end does not wait for someone to read its summary.
     if result.summary and (result.stop_request is None or select.select((), (sys.stderr,), (), 0)[1]):
         with contextlib.suppress(OSError):  # nobody reads it
             print(result.summary, file=sys.stderr, flush=True)
     return result.exit_code
+
+
+def _make_host_source(config: LaunchConfig) -> HostSource | None:
+    """Return where an elastic job learns its hosts; None for those of the job itself."""
+    if not (config.discover or config.watched_hostfile):
+        return None
+    from ronde.elastic.discovery import DiscoveryScript, WatchedHostfile
+
+    if config.discover:
+        return DiscoveryScript(config.discover, slots_per_host=config.slots_per_host)
+    return WatchedHostfile(config.watched_hostfile, slots_per_host=config.slots_per_host)
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -96,7 +111,8 @@ def add_launch_option(parser: argparse._ActionsContainer, option: LaunchOption) 
     else:
         action = "append" if option.kind == "many" else _RejectRepeated
         metavar = option.metavar or "N"
-        parser.add_argument(*option.all_flags, dest=option.name, action=action, metavar=metavar, help=text)
+        nargs = 2 if option.kind == "range" else None
+        parser.add_argument(*option.all_flags, dest=option.name, action=action, metavar=metavar, nargs=nargs, help=text)
 
 
 class _RejectRepeated(argparse.Action):

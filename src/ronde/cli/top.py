@@ -17,7 +17,7 @@ from rich.text import Text
 from ronde.cli.arguments import CommandParser, print_error
 from ronde.errors import RondeError
 from ronde.launch.driver.monitor import JobStatus, NoSuchJob, RankStatus, RunningJob, find_job, query_status
-from ronde.text import format_bytes, format_duration, format_number, shorten
+from ronde.text import format_bytes, format_count, format_duration, format_number, shorten
 
 DESCRIPTION = """Show live what ranks do with their time, and who holds up others.
 
@@ -36,7 +36,7 @@ SLOWEST_MARKER = "▶"
 UNKNOWN = "-"
 WIDE_TERMINAL_COLUMNS = 120
 """Width of a terminal that has room for everything."""
-RANK_WIDTH, STATE_WIDTH, NOW_WIDTH = 6, 8, 20
+RANK_WIDTH, WORKER_WIDTH, STATE_WIDTH, NOW_WIDTH = 6, 6, 8, 20
 """Minimum widths of columns."""
 MAX_HOST_WIDTH = 12
 """Longer names are cut; on a wide terminal, those longer than twice this."""
@@ -49,6 +49,9 @@ WIDE_COLUMNS = {"step", "GPU mem", "lately"}
 """Shown on wide terminals only."""
 OPTIONAL_COLUMNS = {"step", "steps/s", "GPU", "GPU mem"}
 """Shown only when some rank has a value."""
+MAX_CHANGES = 3
+"""Changes of the round of an elastic job that are shown."""
+MAX_CHANGE_CHARS = 300
 SILENT_AFTER_S = 5.0
 """A rank that has sent no sample for so long is called silent; they send one every second."""
 
@@ -77,7 +80,10 @@ def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int =
     """All ranks in order; when there are more than max_rows, those that do not run and those that the others wait for
     most."""
     shown = status.ranks
-    captions = ["waited for: time that other ranks waited for this one, all of them added up"]
+    captions = [
+        *_describe_rounds(status),
+        "waited for: time that other ranks waited for this one, all of them added up",
+    ]
     if status.slowest is not None:
         captions.append(f"{SLOWEST_MARKER} the others wait for this rank most")
     if len(shown) > max_rows:
@@ -86,7 +92,7 @@ def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int =
         captions.append(f"{len(status.ranks) - len(shown)} more ranks not shown")
     is_wide = width >= WIDE_TERMINAL_COLUMNS
     table = Table(
-        title=Text(f"job {status.name}: {status.size} ranks, {format_duration(status.elapsed_s)}"),
+        title=Text(f"job {status.name}: {format_count(status.size, 'rank')}, {format_duration(status.elapsed_s)}"),
         caption=Text("\n".join(captions)),
         title_justify="left",
         caption_justify="left",
@@ -94,20 +100,26 @@ def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int =
         padding=(0, 1, 0, 0),
         expand=is_wide,
     )
+    is_elastic = any(rank.number is not None for rank in shown)
     table.add_column("rank", justify="right", no_wrap=True)
+    if is_elastic:  # output and messages call processes by these numbers
+        table.add_column("worker", justify="right", no_wrap=True)
     table.add_column("host", max_width=MAX_HOST_WIDTH * (1 + is_wide), no_wrap=True, overflow="ellipsis")
     table.add_column("state", no_wrap=True)
     hosts = [shorten(rank.host) or UNKNOWN for rank in shown]
     host_width = min(MAX_HOST_WIDTH, max(map(len, hosts), default=0))
-    columns = _choose_columns(shown, width - (RANK_WIDTH + host_width + STATE_WIDTH + 3), is_wide)
+    fixed_width = RANK_WIDTH + is_elastic * (WORKER_WIDTH + 1) + host_width + STATE_WIDTH + 3
+    columns = _choose_columns(shown, width - fixed_width, is_wide)
     for title in columns:
         table.add_column(title, justify="right", no_wrap=True)
     if is_wide:
         table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
     for index, rank in enumerate(shown):
         is_slowest = rank.rank == status.slowest
+        number = UNKNOWN if rank.rank < 0 else str(rank.rank)
         table.add_row(
-            f"{SLOWEST_MARKER} {rank.rank}" if is_slowest else str(rank.rank),
+            f"{SLOWEST_MARKER} {number}" if is_slowest else number,
+            *((UNKNOWN if rank.number is None else str(rank.number),) if is_elastic else ()),
             Text(hosts[index]),
             Text(rank.state, style=STATE_STYLES[rank.state]),
             *(texts[index] for texts in columns.values()),
@@ -115,6 +127,15 @@ def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int =
             style="bold yellow" if is_slowest else None,
         )
     return table
+
+
+def _describe_rounds(status: JobStatus) -> list[str]:
+    """The last changes of the round of an elastic job, and what will happen next."""
+    if not status.rounds:
+        return [status.plan] if status.plan else []
+    now = f"round {status.rounds[-1].round} since {format_duration(status.elapsed_s - status.rounds[-1].elapsed_s)}"
+    changes = [shorten(record.describe(), MAX_CHANGE_CHARS) for record in status.rounds[1:][-MAX_CHANGES:]]
+    return [*changes, f"{now}: {status.plan}"]
 
 
 def _choose_columns(shown: tuple[RankStatus, ...], width: int, is_wide: bool) -> dict[str, list[str]]:
@@ -204,4 +225,5 @@ def live_status_table(name: str) -> Iterator[None]:
 
 def _update(live: Live, status: JobStatus) -> None:
     height, width = live.console.height, live.console.width
-    live.update(render_status_table(status, max_rows=max(1, height - HEADER_ROWS), width=width), refresh=True)
+    num_rows = max(1, height - HEADER_ROWS - len(_describe_rounds(status)))
+    live.update(render_status_table(status, max_rows=num_rows, width=width), refresh=True)

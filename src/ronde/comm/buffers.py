@@ -7,7 +7,8 @@ the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -34,7 +35,8 @@ ALIGNMENT = 64
 class Bfloat16View:
     """The bits of bfloat16 numbers, for libraries whose bfloat16 NumPy cannot read.
 
-    `bits` is an array of uint16 (for PyTorch: `tensor.view(torch.uint16)`); results come back as such a view too.
+    `bits` is an array of uint16 or int16, for PyTorch `tensor.view(torch.int16).numpy()`. Results come back as such a
+    view, too.
     """
 
     __slots__ = ("bits",)
@@ -46,6 +48,7 @@ class Bfloat16View:
         if array.dtype != np.uint16:
             raise TypeError(f"Bfloat16View takes the bits as uint16, got {array.dtype}; use view(), not a conversion")
         self.bits: Array = array
+        """The bits, as uint16."""
 
     def __repr__(self) -> str:
         return f"Bfloat16View(shape={self.bits.shape})"
@@ -130,6 +133,11 @@ def as_array(memory: Memory) -> Array:
         return np.empty(memory.shape, dtype)
     interface = {"data": (memory.address, False), "shape": memory.shape, "typestr": dtype.str, "version": 3}
     return np.asarray(SimpleNamespace(__array_interface__=interface, owner=memory.owner))
+
+
+def split_by_counts(data: Array, counts: Sequence[int]) -> list[Array]:
+    """An array in pieces of so many rows."""
+    return [data[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def float32_from_bfloat16(bits: Array) -> Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from ronde.errors import Mismatch
-from ronde.text import format_rank_answers
+from ronde.text import format_rank_answers, shorten
 from ronde.types import (
     CPU,
     JOINABLE,
@@ -42,8 +43,9 @@ MAX_DESCRIPTION_BYTES = 120
 class Memory:
     """Contiguous elements in the memory of a device. Collectives take it in place of an array.
 
-    Memory of the CPU is read and written as an array is. On another device an operation is ordered behind what was put
-    on the stream before, and a blocking call returns when the stream waits for it, as the device's own functions do.
+    Memory of the CPU is read and written as an array is. **The backends of today take no other**: memory of another
+    device is a TypeError. With a backend that takes it, an operation is ordered behind what was put on the stream
+    before, and a blocking call returns when the stream waits for it, as the device's own functions do.
     """
 
     address: int
@@ -62,7 +64,7 @@ class Memory:
 
     @property
     def number(self) -> DType:
-        """The element type as channels know it."""
+        # The element type as channels know it.
         if self.dtype.upper() not in DType.__members__:
             names = ", ".join(dtype.name.lower() for dtype in DType)
             raise TypeError(f"dtype {self.dtype!r} is not supported; supported are {names}")
@@ -163,9 +165,9 @@ def even_shares(count: int, num_shares: int) -> tuple[int, ...]:
     return tuple(least + (index < more) for index in range(num_shares))
 
 
-def mismatch_error(descriptions: Mapping[int, str]) -> Mismatch:
-    """The error for members that asked for different things, by rank; its words are the same on all of them."""
-    joined = tuple(rank for rank, description in descriptions.items() if description == "join")
+def mismatch_error(descriptions: Mapping[int, str], joined: tuple[int, ...] = ()) -> Mismatch:
+    """The error for members that asked for different things, by rank; its words are the same on all of them. Those in
+    `joined` have called join()."""
     hint = f"; who calls join() takes part {JOINABLE}" if joined else ""
     error = Mismatch(f"the members asked for different things: {format_rank_answers(descriptions, verb=': ')}{hint}")
     error.joined = joined
@@ -176,13 +178,16 @@ def mismatch_error(descriptions: Mapping[int, str]) -> Mismatch:
 def get_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions) -> Signature:
     """The signature of these, the same object each time. ValueError when the options make no sense."""
     label, op = kind.name.lower(), parse_op(options.op)
+    # A number of NumPy is equal to Python's own, so the cache takes one for the other; but it cannot be sent.
+    shapes = tuple([tuple(map(operator.index, shape)) for shape in shapes])
+    options = options._replace(root=operator.index(options.root))
     for field, factor in (("prescale", options.prescale), ("postscale", options.postscale)):
         if not math.isfinite(factor):
             raise ValueError(f"{label}: {field} must be a finite number, got {factor}")
     prescale, postscale = float(options.prescale), float(options.postscale)
     if problem := find_reduction_error(kind, dtype, op, scaled=(prescale, postscale) != (1.0, 1.0)):
         raise ValueError(f"{label}: {problem}")
-    description = _describe(kind, dtype, shapes, op, options)
+    description = " ".join([label, *_argument_words(kind, dtype, shapes, op, options)])
     hash = hash_signature(description)
     if len(description.encode()) > MAX_DESCRIPTION_BYTES:
         # A description that was cut must still differ where the full one does.
@@ -193,8 +198,16 @@ def get_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: Ca
     return Signature(kind, dtype, shapes, op, *factors, root, label, description, hash, num_bytes, device)
 
 
-def _describe(kind: OperationKind, dtype: DType, shapes: Shapes, op: Op, options: CallOptions) -> str:
-    words = [kind.name.lower()]
+def describe_named(signature: Signature, name: str) -> str:
+    """An operation in a stall report, in the coordinator's words: `allreduce 'w' sum float32[3]`."""
+    options = CallOptions(signature.op, signature.prescale, signature.postscale, signature.root, signature.device)
+    words = _argument_words(signature.kind, signature.dtype, signature.shapes, signature.op, options)
+    return f"{signature.label} {name!r} {shorten(' '.join(words), MAX_DESCRIPTION_BYTES)}".rstrip()
+
+
+def _argument_words(kind: OperationKind, dtype: DType, shapes: Shapes, op: Op, options: CallOptions) -> list[str]:
+    """What follows the kind in the description of an operation."""
+    words: list[str] = []
     if kind in REDUCING_KINDS:
         words.append(op.name.lower())
     # Where members may give different numbers of rows, the rows are not compared.
@@ -210,7 +223,7 @@ def _describe(kind: OperationKind, dtype: DType, shapes: Shapes, op: Op, options
             words.append(f"{field} {factor!r}")
     if options.device != CPU:
         words.append(f"on {options.device}")
-    return " ".join(words)
+    return words
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):

@@ -19,19 +19,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ronde.comm.backends.base import (
+    AnnouncedBackendChannel,
+    AnnouncedBatch,
     AnnouncedCall,
-    AnnouncedCalls,
-    AnnouncingChannel,
     BackendChannel,
     CallTiming,
     CurrentCall,
-    InsideOperation,
     RunningCall,
-    reentry_error,
-    this_thread,
 )
 from ronde.comm.buffers import Array
 from ronde.comm.call import AnnouncedOperation, Call, Signature
+from ronde.comm.reentry import InsideOperation, reentry_error, this_thread
 from ronde.errors import PeerLost, RondeError
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.events import OperationFailed
@@ -165,6 +163,14 @@ class Channel:
         """The call under way; None when the channel is idle or closed."""
         return None if self._closed else self.backend_channel.current_call()
 
+    def has_sends_under_way(self) -> bool:
+        """Whether a message that this rank has submitted is still to be sent."""
+        for running_call in self._running_calls.copy():
+            call = running_call.call
+            if call is not None and call.kind is OperationKind.SEND and not running_call.done():
+                return True
+        return False
+
     def blocked_operation(self) -> CurrentOperation | None:
         """The operation in which a caller is blocked right now, if one is."""
         current = self.current_call()
@@ -179,7 +185,7 @@ class Channel:
             since_ns = max(since_ns, min(waits_ns))
         missing = tuple(self.members[index] for index in current.missing)
         return CurrentOperation(
-            current.description, since_ns, () if current.description == "join" else missing, bool(missing)
+            current.description, since_ns, () if current.kind is OperationKind.JOIN else missing, bool(missing)
         )
 
     def rank_lost(self, error: PeerLost) -> None:
@@ -204,6 +210,8 @@ class Channel:
             self._closed = True
         self.backend_channel.close(why)
         self._close_allreduce_cache()
+        if self._allreduce_cache is not None:
+            self._recorder.remove_counts(self.group, "allreduce", self._allreduce_cache.counts)
         self._running_calls.clear()
 
     def refuse_in_child(self, error: RondeError) -> None:
@@ -293,7 +301,7 @@ class AnnouncedChannel(Channel):
 
     def __init__(
         self,
-        backend_channel: AnnouncingChannel,
+        backend_channel: AnnouncedBackendChannel,
         group: int,
         recorder: Recorder,
         operation_timeout_s: float,
@@ -303,18 +311,22 @@ class AnnouncedChannel(Channel):
         super().__init__(backend_channel, group, recorder, operation_timeout_s, sample_arrivals=sample_arrivals)
         self.agree = backend_channel.agree
         self.announced_until = backend_channel.announced_until
-        self._announcing_channel = backend_channel
-        self._unreported: deque[AnnouncedCalls] = deque()
+        self._announced_backend_channel = backend_channel
+        self._unreported: deque[AnnouncedBatch] = deque()
         """Calls that were announced together, of which nobody may have seen the end."""
         self._kept: dict[int, RunningCall] = {}
         """By id, the calls of run_announced() that go on."""
 
     def run_announced(
-        self, call: Call, operation: AnnouncedOperation, deadline: Deadline, go_on: Callable[[RunningCall], None]
+        self,
+        call: Call,
+        operation: AnnouncedOperation,
+        deadline: Deadline,
+        on_unfinished: Callable[[RunningCall], None],
     ) -> bool:
-        """Announce a call, wait for it and record it, as AnnouncingChannel.run_announced. Returns False if the call
-        goes on: then go_on() has got it, and gives it to keep()."""
-        timing = self._announcing_channel.run_announced(operation.shared_id, call, deadline, go_on)
+        """Announce a call, wait for it and record it, as AnnouncedBackendChannel.run_announced. Returns False if the
+        call goes on: then on_unfinished() has got it, and gives it to keep()."""
+        timing = self._announced_backend_channel.run_announced(operation.shared_id, call, deadline, on_unfinished)
         if timing is None:
             return False
         self._record_operation(operation, timing)
@@ -338,10 +350,10 @@ class AnnouncedChannel(Channel):
     def announce_many(
         self, operations: Sequence[AnnouncedOperation], *, will_wait: bool, on_done: Callable[[Sequence[str]], None]
     ) -> Sequence[RunningCall | None]:
-        """Announce operations together, as AnnouncingChannel.announce_many. Those that have succeeded are recorded and
-        on_done() gets their names, in the thread that sees it."""
+        """Announce operations together, as AnnouncedBackendChannel.announce_many. Those that have succeeded are
+        recorded and on_done() gets their names, in the thread that sees it."""
         self._report_oldest()
-        announced = self._announcing_channel.announce_many(
+        announced = self._announced_backend_channel.announce_many(
             operations,
             self._operation_timeout_s,
             will_wait=will_wait,
@@ -354,14 +366,14 @@ class AnnouncedChannel(Channel):
 
     def revoke(self, id: int) -> bool:
         """The id stands for nothing any more. Returns whether a call that was announced here was taken back."""
-        withdrawn = self._announcing_channel.revoke(id)
+        withdrawn = self._announced_backend_channel.revoke(id)
         if withdrawn:
             self._kept.pop(id, None)
         return withdrawn
 
     def not_announced(self, id: int) -> tuple[int, ...]:
         """The ranks that have not announced the id."""
-        return tuple([self.members[index] for index in self._announcing_channel.not_announced(id)])
+        return tuple([self.members[index] for index in self._announced_backend_channel.not_announced(id)])
 
     def blocked_operation(self) -> CurrentOperation | None:
         return None  # NamedOperations knows who waits for which call

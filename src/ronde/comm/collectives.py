@@ -8,7 +8,7 @@ from typing import Any
 
 from ronde.comm.group import Group
 from ronde.comm.plan import Bucket, Plan
-from ronde.comm.world import current_world, resolve_group
+from ronde.comm.world import current_world, refused_to_candidate, resolve_group
 from ronde.observe.events import Event
 from ronde.observe.metrics import Metrics
 from ronde.types import Op
@@ -26,7 +26,7 @@ def size() -> int:
 
 def local_rank() -> int:
     """Return the number of this rank among the ranks of its host, from 0."""
-    return current_world("local_rank()").topology.local_rank
+    return current_world("local_rank()").local_rank
 
 
 def local_size() -> int:
@@ -55,12 +55,12 @@ def groups() -> list[Group]:
 
 
 def add_group(ranks: Iterable[int]) -> Group:
-    """Make a group of these ranks and return it. Collective: every rank of the job calls it, with the same ranks."""
+    """Make a group of these ranks and return it. Collective: every rank of the world calls it, with the same ranks."""
     return current_world("add_group()").add_group(ranks)
 
 
 def remove_group(group: Group) -> None:
-    """Remove a group in which no operation is under way. Collective: every rank of the job calls it."""
+    """Remove a group in which no operation is under way. Collective: every rank of the world calls it."""
     current_world("remove_group()").remove_group(group)
 
 
@@ -86,7 +86,11 @@ def allreduce(
 
 
 def allgather(x: Any, *, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
-    """Return the arrays of all members, concatenated along the first dimension, in which they may differ."""
+    """Return the arrays of all members, concatenated along the first dimension, in which they may differ.
+
+    A scalar counts as one row. A list gives a list. Without a name, wait=False still waits until every member has
+    called, because only then is the size of the result known.
+    """
     return resolve_group(group).allgather(x, name=name, wait=wait)
 
 
@@ -99,7 +103,7 @@ def broadcast(
     name: str | None = None,
     wait: bool = True,
 ) -> Any:
-    """Return the array of the root, a rank of the job, in a new array or in `out`."""
+    """Return the array of the root, a rank of the world, in a new array or in `out`."""
     return resolve_group(group).broadcast(x, root=root, out=out, name=name, wait=wait)
 
 
@@ -130,7 +134,8 @@ def alltoall(
     """Send splits[i] rows of x to member i (default: equal shares).
 
     Return the rows that this rank received, in the order of the members, and how many came from each. A list of arrays
-    of one dtype with equally many rows travels as a unit; then the rows are a list.
+    of one dtype with equally many rows travels as a unit; then the rows are a list. Without a name, wait=False still
+    waits until every member has called, as in allgather.
     """
     return resolve_group(group).alltoall(x, splits=splits, name=name, wait=wait)
 
@@ -147,7 +152,7 @@ def reduce(
     postscale: float = 1.0,
     wait: bool = True,
 ) -> Any:
-    """Return postscale * op(prescale * x) over all members on the root, a rank of the job, and None on the others.
+    """Return postscale * op(prescale * x) over all members on the root, a rank of the world, and None on the others.
 
     On the root the result is in a new array or in `out`; the other members' `out` is not used. A list of arrays of one
     dtype travels as a unit and gives a list.
@@ -157,8 +162,11 @@ def reduce(
 
 
 def gather(x: Any, *, root: int = 0, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
-    """Return the arrays of all members on the root, a rank of the job, concatenated along the first dimension, in which
-    they may differ; None on the others."""
+    """Return the arrays of all members on the root, a rank of the world, concatenated along the first dimension, in
+    which they may differ; None on the others.
+
+    Without a name, wait=False still waits until every member has called, as in allgather.
+    """
     return resolve_group(group).gather(x, root=root, name=name, wait=wait)
 
 
@@ -175,7 +183,8 @@ def scatter(
     all get equally many, or the first members one more.
 
     The arrays of the other members only give dtype and the shape of a row. A list of arrays of one dtype with equally
-    many rows travels as a unit and gives a list.
+    many rows travels as a unit and gives a list. Without a name, wait=False still waits until every member has called,
+    as in allgather.
     """
     return resolve_group(group).scatter(x, root=root, splits=splits, name=name, wait=wait)
 
@@ -196,7 +205,7 @@ def join(*, group: Group | None = None) -> int:
 
 
 def send(x: Any, to: int, *, tag: int = 0, group: Group | None = None, wait: bool = True) -> Any:
-    """Send an array to one member (a rank of the job), which calls receive() with the same tag.
+    """Send an array to one member (a rank of the world), which calls receive() with the same tag.
 
     It returns, or its Work is done, as soon as x may be changed again: the receiver need not be there.
     """
@@ -204,7 +213,7 @@ def send(x: Any, to: int, *, tag: int = 0, group: Group | None = None, wait: boo
 
 
 def receive(out: Any, source: int | None = None, *, tag: int = 0, group: Group | None = None, wait: bool = True) -> Any:
-    """Receive an array from one member (a rank of the job) into `out`, and return `out`. Messages of one member with
+    """Receive an array from one member (a rank of the world) into `out`, and return `out`. Messages of one member with
     one tag arrive in the order in which they were sent.
 
     Without a source the message may come from any member; then it returns `out` and the rank that sent it.
@@ -220,7 +229,10 @@ def plan(buckets: Sequence[Bucket], *, group: Group | None = None) -> Plan:
 def mark_step() -> None:
     """Count one training step, for the rate in `ronde top`. Ronde's optimizers call it; a loop without them calls it
     once per step."""
-    current_world("mark_step()").recorder.steps += 1
+    current = current_world("mark_step()")
+    if current.is_candidate:
+        raise refused_to_candidate("a training step")
+    current.recorder.steps += 1
 
 
 def metrics() -> Metrics:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ronde.comm.backends.base import Backend
-from ronde.comm.named_operations import OpenChannels
+from ronde.comm.open_channels import OpenChannels
 from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
 from ronde.comm.work import ControlItem, NegotiationWaits
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
@@ -43,6 +43,7 @@ from ronde.net.messages import (
     RankLost,
     RanksLost,
     RevokeSharedIds,
+    RoundChangeWanted,
     RunOperations,
     SetTracing,
     StackReply,
@@ -51,6 +52,7 @@ from ronde.net.messages import (
     TimelineReply,
     TimelineRequest,
     UnknownOperationId,
+    WaitingTooLong,
     WorkerMessage,
     encode,
 )
@@ -59,7 +61,7 @@ from ronde.observe.events import PeerGone, StallReported
 from ronde.observe.recorder import Recorder
 from ronde.observe.stacks import dump_stacks
 from ronde.settings import Settings
-from ronde.text import format_ranks
+from ronde.text import format_ranks, shorten
 from ronde.types import Deadline, Topology
 
 HEARTBEAT_INTERVAL_S = 1.0
@@ -68,6 +70,8 @@ NUM_INITIAL_HEARTBEATS = 16
 CHECKS_PER_STALL_TIME = 4
 ENDING_S = 0.1
 """How long a thread that is at its end may take to end."""
+MAX_FAILURE_CHARS = 1000
+"""Of the reason that is sent over the liveness connection."""
 REASON_GRACE_S = 0.2
 """How long the coordinator's reason may take to arrive after its connection was closed."""
 
@@ -104,13 +108,38 @@ class JoinedRound:
     """Closing this closes all connections of the round."""
     object_key: bytes = b""
     """Equal on all members, and of this round alone: with it ronde.objects signs what it sends."""
+    coordinator_address: str = ""
+    """`host:port` of the coordinator; empty if it is in this process alone."""
+    hosting: ExitStack = field(default_factory=ExitStack)
+    """Closing this closes the coordinator, if this process hosts it. `resources` does so, unless the next round of the
+    process has taken it over (pop_all)."""
+    is_elastic: bool = False
+    """Whether the next round may have other members."""
+    candidate: tuple[int, int] | None = None
+    """Of a newcomer to an elastic job, which is in a round of its own: the rank that it would have among the members
+    of the job's round, and the size of that. None in all other rounds."""
 
 
 class ControlThread:
     """Owns the loop and its thread. Other threads may call waits.enqueue, request_groups, request_timeline, now_ns,
     leave and stop."""
 
-    def __init__(self, joined_round: JoinedRound, open_channels: OpenChannels, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        joined_round: JoinedRound,
+        open_channels: OpenChannels,
+        recorder: Recorder,
+        on_change_wanted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change_wanted` is called in the control thread when ranks wait to join an elastic job."""
+        self.coordinator_is_gone = False
+        """Whether the connection to the coordinator has ended without a reason from it."""
+        self.is_finished = False
+        """Whether the work of an elastic job is done. The coordinator is told so as soon as a rank is lost, so that
+        nobody waits for this one."""
+        self.opening_since_ns: int | None = time.monotonic_ns()
+        """Since when the first channels of the round are being opened; None when they are open. In an elastic round the
+        coordinator is told, once, when this takes too long."""
         self.waits = NegotiationWaits(recorder, self._enqueue)
         self._loop = joined_round.loop
         self._resources = joined_round.resources
@@ -119,7 +148,13 @@ class ControlThread:
         self._recorder = recorder
         self._liveness_fd = joined_round.liveness_fd
         self._coordinator_rank = joined_round.coordinator_rank
-        self._stall_s = joined_round.settings.stall_s
+        self._is_elastic = joined_round.is_elastic
+        self._size = joined_round.topology.size
+        settings = joined_round.settings
+        self._stall_s = settings.stall_s
+        if joined_round.is_elastic:
+            # Then it is by these reports that others are known to wait for a suspended rank
+            self._stall_s = min(settings.stall_s or settings.suspend_s, settings.suspend_s)
         self._stall_inspector = ChannelStallInspector(self._stall_s)
         self._report_activity = joined_round.settings.coordinator_hosted
         """Only if a launcher hosts the coordinator, which shows the activity to its user."""
@@ -150,6 +185,7 @@ class ControlThread:
             TimelineReply: self._on_reply,
             StackRequest: self._on_stack_request,
             StallReport: self._on_stall_report,
+            RoundChangeWanted: lambda wanted: on_change_wanted(),
             SetTracing: self._trace_sender.handle,
             RankHeartbeatReply: self._on_heartbeat_reply,
             LeaveConfirmed: lambda confirmed: self._leave_confirmed.set(),
@@ -255,7 +291,10 @@ class ControlThread:
             self._send_queue()
         except Exception as error:  # the end of the thread: whoever waits must learn of it
             logger.exception("the control thread failed")
-            self._end_round(RoundEnded(f"ronde's control thread failed: {error!r}"))
+            why = f"ronde's control thread failed: {error!r}"
+            if not self._leave_confirmed.is_set():
+                self._leave_by_liveness(LeaveRound(LeaveReason.FAILED, shorten(why, MAX_FAILURE_CHARS)))
+            self._end_round(RoundEnded(why))
         finally:
             if self._closes_connections:
                 self._close_connections()
@@ -273,6 +312,13 @@ class ControlThread:
             channels, named = self._open_channels.channels, self._open_channels.named_operations.values()
             for waiting in self._stall_inspector.overdue(channels, now_ns, self._offset_ns, tuple(named)):
                 self._control.send(waiting)
+            since_ns = self.opening_since_ns
+            if self._is_elastic and since_ns is not None and now_ns - since_ns >= self._stall_s * 1e9:
+                self.opening_since_ns = None
+                others = tuple(rank for rank in range(self._size) if rank != self._recorder.rank)
+                self._control.send(
+                    WaitingTooLong("opening of the first channels", 0, since_ns + self._offset_ns, others)
+                )
             self._loop.call_later(self._stall_s / CHECKS_PER_STALL_TIME, self._check_stalls)
 
     def _handle(self, message: CoordinatorMessage) -> None:
@@ -326,6 +372,7 @@ class ControlThread:
     def _on_coordinator_gone(self, unreachable: str) -> None:
         if self._leave_confirmed.is_set():  # the rank has left, or the coordinator has sent the reason
             return
+        self.coordinator_is_gone = True
         if self._coordinator_rank >= 0:
             why = unreachable or "it hosted the coordinator, which is gone"
             self._end_round(PeerLost(rank=self._recorder.rank, peer=self._coordinator_rank, why=why))
@@ -338,12 +385,16 @@ class ControlThread:
         that still exists."""
         if self._leave_confirmed.is_set():
             return
+        self._leave_by_liveness(LeaveRound(LeaveReason.MESSAGES_LOST, why))
+        rank = self._recorder.rank
+        self._end_round(RoundEnded(f"rank {rank} cannot go on: {why}; check the network, and start a new round"))
+
+    def _leave_by_liveness(self, leave: LeaveRound) -> None:
+        """Leave the round over the liveness connection, as the control connection cannot be used."""
         if self._liveness_fd >= 0:
             self._has_left = True  # before the program learns of it: what it would say when it leaves says less
             self._loop.remove_reader(self._liveness_fd)
-            send_and_hang_up(self._liveness_fd, encode(LeaveRound(LeaveReason.MESSAGES_LOST, why)))
-        rank = self._recorder.rank
-        self._end_round(RoundEnded(f"rank {rank} cannot go on: {why}; check the network, and start a new round"))
+            send_and_hang_up(self._liveness_fd, encode(leave))
 
     def _end_round(self, error: RondeError) -> None:
         self._open_channels.abort_all(error)
@@ -360,7 +411,9 @@ class ControlThread:
     def _on_rejected(self, failed: OperationRejected) -> None:
         named = self._open_channels.named_operations.get(failed.group)
         if named is not None:
-            named.reject(failed.name, Mismatch(failed.reason))
+            error = Mismatch(failed.reason)
+            error.joined = failed.joined
+            named.reject(failed.name, error)
 
     def _on_unknown_id(self, unknown: UnknownOperationId) -> None:
         for named in self._open_channels.named_operations.values():
@@ -382,6 +435,8 @@ class ControlThread:
         rank = self._recorder.rank
         self._recorder.record_event(PeerGone(at_ns=time.monotonic_ns(), rank=rank, peer=lost, why=reason))
         self._open_channels.abort_for(lost, reason)
+        if self.is_finished:
+            self._control.send(LeaveRound(LeaveReason.FINISHED))
 
     def _on_ranks_lost(self, message: RanksLost) -> None:
         for lost, reason in message.losses:

@@ -2,22 +2,32 @@
 ronde are one line over this.
 
 An operation without a name is matched by program order and goes straight to the group's ordered channel. One with a
-name may come in any order: the members announce it, and it runs on the negotiated channel when all have.
+name may come in any order: the members announce it to the coordinator, and it runs on the negotiated channel when all
+have. One that repeats is announced in memory that the members share, if they are on one host, and runs on the announced
+channel.
 """
 
 from __future__ import annotations
 
-import logging
-import math
+import copy
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, as_receive_buffer, as_send_buffer
+from ronde.comm.arguments import (
+    as_receive_buffers,
+    as_send_buffers,
+    check_device_memory,
+    check_equal_rows,
+    check_name,
+    check_rows,
+    check_splits,
+    is_on_device,
+)
+from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, as_receive_buffer, split_by_counts
 from ronde.comm.call import (
     Call,
     CallOptions,
@@ -31,13 +41,26 @@ from ronde.comm.call import (
 )
 from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlThread
-from ronde.comm.mailbox import Handler, Mailbox
-from ronde.comm.named_operations import NamedOperations, OpenChannels
-from ronde.comm.work import AllgatherWork, AllreduceWork, AlltoallWork, DeviceWork, ReceiveAnyWork, ScatterWork, Work
+from ronde.comm.mailbox import CLOSE_TIMEOUT_S, THREAD_NAME, Handler, Mailbox
+from ronde.comm.named_operations import NamedOperations
+from ronde.comm.open_channels import OpenChannels
+from ronde.comm.operations import (
+    AllgatherWork,
+    AllreduceWork,
+    AlltoallWork,
+    DeviceWork,
+    ReceiveAnyWork,
+    RunAllreduce,
+    ScatterWork,
+    make_cached_allreduce,
+    make_row_count_exchange,
+)
+from ronde.comm.work import Work
 from ronde.errors import RondeError, RoundEnded
+from ronde.net.event_loop import check_threads_can_start
 from ronde.net.messages import CanShareIds
 from ronde.text import format_ranks
-from ronde.types import CPU, DType, Op, OperationKind
+from ronde.types import Deadline, DType, Op, OperationKind
 
 JOIN_TIMEOUT_S = 10 * 365 * 86400.0
 """join() waits for as long as others have data. The loss of a rank ends it, not the clock."""
@@ -46,10 +69,7 @@ MAX_CACHED_ALLREDUCES = 1024
 MAX_CACHED_MESSAGES = 1024
 MAX_TAG = 2**31 - 1
 
-_RunAllreduce = Callable[[Array, Array | None], Array]
 _RunCached = Callable[..., Any]
-
-logger = logging.getLogger("ronde.comm")
 
 
 class Group:
@@ -69,26 +89,28 @@ class Group:
         self.id = id
         """Its number; 0 is the world."""
         self.ranks = ranks
-        """The members, as ranks of the world."""
+        """The members, as ranks of the world, sorted."""
         self.size = len(ranks)
         """Number of members."""
         self.rank = ranks.index(rank) if rank in ranks else None
         """The index of this rank among the members; None when it is not one."""
+        # How long one operation may take.
         self.operation_timeout_s = open_channels.operation_timeout_s
-        """How long one operation may take."""
+        # With this, ronde.objects signs what it sends; empty in a job whose ranks are in one process.
         self.object_key = object_key
-        """With this, ronde.objects signs what it sends; empty in a job whose ranks are in one process."""
+        # How many calls of ronde.objects there were: collectives, and messages by sender and receiver.
         self.num_objects: Counter[tuple[int, ...]] = Counter()
-        """How many calls of ronde.objects there were: collectives, and messages by sender and receiver."""
         self._world_rank = rank
         self._open_channels = open_channels
         self._control_thread = control_thread
-        self._cached_allreduces: dict[tuple[object, ...], tuple[Signature, _RunAllreduce]] = {}
+        self._cached_allreduces: dict[tuple[object, ...], tuple[Signature, RunAllreduce]] = {}
         """By shape, dtype and options: the signature, and what runs it in program order and waits."""
         self._message_signatures: dict[tuple[object, ...], tuple[Signature, int]] = {}
         """By kind, dtype, shape, rank and tag: the signature, and the index of the other side."""
         self._plan_channels: list[Channel] = []
-        self._num_plans = 0
+        self._num_plans: Counter[str] = Counter()
+        """By name of the plan."""
+        self._num_reducers = 0
         self._mailboxes: list[Mailbox] = []
         self._num_mailboxes = 0
         self._closed_error: Exception | None = None
@@ -152,17 +174,17 @@ class Group:
                     out = np.empty_like(x)
                     target = address_of(out)
                 span = Span(source, target, x.size)
-                return self._start(AllreduceWork(cached[0], _check_name(name), (span,), x, out), wait)
-        if _is_on_device(x):
+                return self._start(AllreduceWork(cached[0], check_name(name), (span,), x, out), wait)
+        if is_on_device(x):
             options = CallOptions(op, prescale, postscale)
             return self._start_on_device(OperationKind.ALLREDUCE, x, out, options, name, wait)
         sources, is_list = self._as_send_buffers(x, "allreduce")
-        targets = self._as_receive_buffers(out, sources, is_list, "allreduce")
+        targets = as_receive_buffers(out, sources, is_list, "allreduce")
         signature = _signature_of(OperationKind.ALLREDUCE, sources, CallOptions(op, prescale, postscale))
         if type(x) is np.ndarray:
             if len(self._cached_allreduces) >= MAX_CACHED_ALLREDUCES:
                 self._cached_allreduces.clear()
-            run = _make_cached_run(signature, self.ordered_channel)
+            run = make_cached_allreduce(signature, self.ordered_channel)
             self._cached_allreduces[x.shape, x.dtype, op, prescale, postscale] = (signature, run)
             self.ordered_channel.cache_allreduce(x, op, signature)
         spans = tuple(
@@ -171,7 +193,7 @@ class Group:
         )
         results = [target.result for target in targets]
         result = results if is_list else results[0]
-        return self._start(AllreduceWork(signature, _check_name(name), spans, sources, result, targets), wait)
+        return self._start(AllreduceWork(signature, check_name(name), spans, sources, result, targets), wait)
 
     def allgather(self, x: Any, *, name: str | None = None, wait: bool = True) -> Any:
         """Return the arrays of all members, concatenated along the first dimension, in which they may differ.
@@ -181,7 +203,7 @@ class Group:
         """
         sources, is_list = self._as_rows(x, "allgather")
         signature = _signature_of(OperationKind.ALLGATHER, sources, CallOptions())
-        return self._start(AllgatherWork(signature, _check_name(name), sources, is_list), wait)
+        return self._start(AllgatherWork(signature, check_name(name), sources, is_list), wait)
 
     def broadcast(
         self,
@@ -193,14 +215,14 @@ class Group:
         wait: bool = True,
     ) -> Any:
         """Return the array of the root, a rank of the world, in a new array or in `out`."""
-        if _is_on_device(x):
+        if is_on_device(x):
             return self._start_on_device(OperationKind.BROADCAST, x, out, CallOptions(root=root), name, wait)
         source = self._as_send_buffer(x, "broadcast")
         root_index = self._member_index_of(root, "broadcast: root")
         target = as_receive_buffer(out, source, "broadcast")
         signature = _signature_of(OperationKind.BROADCAST, [source], CallOptions(root=root))
         span = Span(address_of(source.array), address_of(target.array), source.array.size)
-        name = _check_name(name)
+        name = check_name(name)
         call = signature.make_call((span,), (source, target), name=name, peer=root_index)
         return self._start(Work(signature, name, (call,), target.result, (target,)), wait)
 
@@ -217,9 +239,9 @@ class Group:
         """Reduce x over all members and return this rank's share of the rows. If the rows cannot be divided evenly, the
         first members get one more. A list of arrays of one dtype travels as a unit and gives a list."""
         sources, is_list = self._as_send_buffers(x, "reduce_scatter")
-        _check_rows(sources, "reduce_scatter")
+        check_rows(sources, "reduce_scatter")
         signature = _signature_of(OperationKind.REDUCE_SCATTER, sources, CallOptions(op, prescale, postscale))
-        name = _check_name(name)
+        name = check_name(name)
         # One call, also for a list: members whose lists differ in length would lose the order of their calls otherwise.
         shares = [even_shares(source.array.shape[0], self.size) for source in sources]
         pieces = [split_by_counts(source.array, rows) for source, rows in zip(sources, shares, strict=True)]
@@ -248,16 +270,16 @@ class Group:
         """Send splits[i] rows of x to member i (default: equal shares).
 
         Return the rows that this rank received, in the order of the members, and how many came from each. A list of
-        arrays of one dtype with equally many rows travels as a unit; then the rows are a list. Without a name it waits
-        until every member has called, as allgather does.
+        arrays of one dtype with equally many rows travels as a unit; then the rows are a list. Without a name,
+        wait=False still waits until every member has called, as in allgather.
         """
         sources, is_list = self._as_send_buffers(x, "alltoall")
-        num_rows = _check_equal_rows(sources, "alltoall")
+        num_rows = check_equal_rows(sources, "alltoall")
         if splits is None and num_rows % self.size:
             raise ValueError(f"alltoall: {num_rows} rows are no equal shares for {self.size} members; give splits")
-        own_splits = self._check_splits(splits, num_rows, "alltoall")
+        own_splits = check_splits(splits, num_rows, self.size, "alltoall")
         signature = _signature_of(OperationKind.ALLTOALL, sources, CallOptions())
-        work = AlltoallWork(signature, _check_name(name), sources, is_list, own_splits, self.rank or 0)
+        work = AlltoallWork(signature, check_name(name), sources, is_list, own_splits)
         return self._start(work, wait)
 
     def reduce(
@@ -277,14 +299,14 @@ class Group:
         On the root the result is in a new array or in `out`; the other members' `out` is not used. A list of arrays of
         one dtype travels as a unit; then the result is a list, and out a list too.
         """
-        if _is_on_device(x):
+        if is_on_device(x):
             options = CallOptions(op, prescale, postscale, root)
             return self._start_on_device(OperationKind.REDUCE, x, out, options, name, wait)
         sources, is_list = self._as_send_buffers(x, "reduce")
         root_index = self._member_index_of(root, "reduce: root")
         targets: list[ReceiveBuffer] = []
         if root_index == self.rank:
-            targets = self._as_receive_buffers(out, sources, is_list, "reduce")
+            targets = as_receive_buffers(out, sources, is_list, "reduce")
         signature = _signature_of(OperationKind.REDUCE, sources, CallOptions(op, prescale, postscale, root))
         outputs = [address_of(target.array) for target in targets] or [0] * len(sources)
         spans = tuple(
@@ -293,20 +315,21 @@ class Group:
         )
         results = [target.result for target in targets]
         result = (results if is_list else results[0]) if results else None
-        name = _check_name(name)
+        name = check_name(name)
         call = signature.make_call(spans, (sources, targets), name=name, peer=root_index)
         return self._start(Work(signature, name, (call,), result, targets), wait)
 
     def gather(self, x: Any, *, root: int = 0, name: str | None = None, wait: bool = True) -> Any:
         """Return the arrays of all members on the root, a rank of the world, and None on the others.
 
-        They are concatenated along the first dimension, in which they may differ, as in allgather.
+        They are concatenated along the first dimension, in which they may differ. Without a name, wait=False still
+        waits until every member has called, as in allgather.
         """
         sources, is_list = self._as_rows(x, "gather")
         root_index = self._member_index_of(root, "gather: root")
         signature = _signature_of(OperationKind.GATHER, sources, CallOptions(root=root))
         is_root = root_index == self.rank
-        work = AllgatherWork(signature, _check_name(name), sources, is_list, root=root_index, has_result=is_root)
+        work = AllgatherWork(signature, check_name(name), sources, is_list, root=root_index, has_result=is_root)
         return self._start(work, wait)
 
     def scatter(
@@ -322,21 +345,21 @@ class Group:
         default all get equally many, or the first members one more.
 
         The arrays of the other members only give dtype and the shape of a row, and their splits are not used. A list of
-        arrays of one dtype with equally many rows travels as a unit and gives a list. Without a name it waits until
-        every member has called, as allgather does.
+        arrays of one dtype with equally many rows travels as a unit and gives a list. Without a name, wait=False still
+        waits until every member has called, as in allgather.
         """
         sources, is_list = self._as_send_buffers(x, "scatter")
         root_index = self._member_index_of(root, "scatter: root")
-        _check_rows(sources, "scatter")
+        check_rows(sources, "scatter")
         own_splits = None
         if root_index == self.rank:
-            num_rows = _check_equal_rows(sources, "scatter")
-            own_splits = self._check_splits(splits, num_rows, "scatter")
+            num_rows = check_equal_rows(sources, "scatter")
+            own_splits = check_splits(splits, num_rows, self.size, "scatter")
         signature = _signature_of(OperationKind.SCATTER, sources, CallOptions(root=root))
         member_index = self.rank or 0
         work = ScatterWork(
             signature,
-            _check_name(name),
+            check_name(name),
             sources,
             is_list,
             own_splits,
@@ -349,7 +372,7 @@ class Group:
     def barrier(self, *, name: str | None = None, wait: bool = True) -> Any:
         """Wait until every member has called barrier()."""
         signature = get_signature(OperationKind.BARRIER, DType.UINT8, (), CallOptions())
-        name = _check_name(name)
+        name = check_name(name)
         return self._start(Work(signature, name, (signature.make_call((), None, name=name),)), wait)
 
     def join(self) -> int:
@@ -413,29 +436,34 @@ class Group:
         the same order, and no one waits for the others; a rank that only posts and requests needs no handler.
 
         The handler gets one MailboxMessage at a time, in a thread of the mailbox. `on_lost` is called there with the
-        rank and the reason when a member is gone.
+        rank and the reason when a member is gone, so it needs a handler.
         """
         _ = self.ordered_channel  # raises when nothing can start here
+        if handler is None and on_lost is not None:
+            raise ValueError("open_mailbox: on_lost needs a handler, in whose thread it is called")
+        if handler is not None:
+            check_threads_can_start(1, THREAD_NAME)  # now, because a channel that was closed cannot be opened again
         self._num_mailboxes += 1
-        name = f"mailbox.{self._num_mailboxes}"
-        channel = self._open_channels.open(self.id, name, self.ranks, point_to_point=True)
-        mailbox = Mailbox(
-            channel,
-            self._world_rank,
-            handler,
-            on_lost,
-            operation_timeout_s=self.operation_timeout_s,
-            close_channel=self._open_channels.close,
-        )
+        try:
+            name = f"mailbox.{self._num_mailboxes}"
+            channel = self._open_channels.open(self.id, name, self.ranks, point_to_point=True)
+            try:
+                mailbox = Mailbox(channel, self._world_rank, handler, on_lost, open_channels=self._open_channels)
+            except BaseException:
+                self._open_channels.close(channel)
+                raise
+        except BaseException:
+            self._num_mailboxes -= 1  # the next one must have the same number on all members
+            raise
         self._mailboxes.append(mailbox)
         return mailbox
 
     # --- for the world, plans and objects --------------------------------------------------------------------------
 
-    def allgather_each(self, x: Array) -> list[Array]:
+    def allgather_each(self, x: Array, name: str = "") -> list[Array]:
         # As allgather of a flat array, but the result is one array per member.
         sources, _ = self._as_send_buffers(x, "allgather")
-        work = AllgatherWork(_signature_of(OperationKind.ALLGATHER, sources, CallOptions()), "", sources, False)
+        work = AllgatherWork(_signature_of(OperationKind.ALLGATHER, sources, CallOptions()), name, sources, False)
         everything: Array = self._start(work, True)
         return split_by_counts(everything, work.counts)
 
@@ -455,10 +483,25 @@ class Group:
         assert self._message_channel is not None
         return self._message_channel
 
-    def open_plan_channel(self, bucket_bytes: int) -> Channel:
-        # A channel for one plan; all members open theirs in the same order.
-        self._num_plans += 1
-        channel = self._open_channels.open(self.id, f"plan.{self._num_plans}", self.ranks, bucket_bytes=bucket_bytes)
+    def with_channel(self, channel: Channel) -> Group:
+        # The same members, whose operations without a name run on this channel, such as that of a plan.
+        group = copy.copy(self)
+        group._ordered_channel = channel
+        group._run_cached_allreduce = channel.run_cached_allreduce
+        group._cached_allreduces = {}
+        group.num_objects = Counter()
+        return group
+
+    def new_reducer_number(self) -> int:
+        # Counts the reducers of gradients; all members make theirs in the same order.
+        self._num_reducers += 1
+        return self._num_reducers
+
+    def open_plan_channel(self, bucket_bytes: int, name: str) -> Channel:
+        # A channel for one plan. All members open those of one name, which may be empty, in the same order.
+        self._num_plans[name] += 1
+        suffix = f"plan.{name}{'.' if name else ''}{self._num_plans[name]}"
+        channel = self._open_channels.open(self.id, suffix, self.ranks, bucket_bytes=bucket_bytes)
         self._plan_channels.append(channel)
         return channel
 
@@ -468,17 +511,13 @@ class Group:
             self._plan_channels.remove(channel)
         self._open_channels.close(channel)
 
-    def close_mailboxes(self) -> None:
-        # Called before this rank sends its last messages. What a handler raised has been logged. Idempotent.
-        while self._mailboxes:
-            try:
-                self._mailboxes.pop().close()
-            except Exception:
-                logger.debug("a handler of group %d failed before", self.id, exc_info=True)
+    def leave_mailboxes(self, deadline: Deadline) -> None:
+        # Called before this rank sends its last messages: no handler is called any more, and nothing more is posted.
+        for mailbox in self._mailboxes:
+            mailbox.leave(deadline)
 
     def close(self, removed: bool = False) -> None:
         # Nothing starts here any more: the group was removed, or the round is over. Idempotent.
-        self.close_mailboxes()
         self._cached_allreduces.clear()
         if self._closed_error is not None or self._ordered_channel is None or self._named_operations is None:
             return
@@ -489,6 +528,9 @@ class Group:
         why = str(self._closed_error)
         self._named_operations.abort(RoundEnded(why))
         self._open_channels.remove_named_operations(self.id)
+        mailboxes, self._mailboxes = self._mailboxes, []
+        for mailbox in mailboxes:
+            mailbox.end(why)
         channels = (
             *self._plan_channels,
             *self._named_operations.channels,
@@ -498,6 +540,9 @@ class Group:
         for channel in channels:
             if channel is not None:
                 self._open_channels.close(channel, why)
+        deadline = Deadline(CLOSE_TIMEOUT_S)
+        for mailbox in mailboxes:
+            mailbox.join(deadline)  # last, because a handler may have waited on any of the channels
 
     def refuse_in_child(self, error: RondeError) -> None:
         # This process is a forked child: everything raises the error. OpenChannels sees to the channels.
@@ -542,7 +587,7 @@ class Group:
         has_result = kind is not OperationKind.REDUCE or root_index == self.rank
         outs = list(out) if is_list and isinstance(out, list | tuple) else [out]
         targets: list[Memory] = outs if has_result else []
-        _check_device_memory(sources, targets, what)
+        check_device_memory(sources, targets, what)
         device = sources[0].device
         self._open_channels.check_device(device, what)
         shapes = tuple([source.shape for source in sources])
@@ -555,7 +600,7 @@ class Group:
         given = [each.stream for each in (*sources, *targets) if each.stream is not None]
         work = DeviceWork(
             signature,
-            _check_name(name),
+            check_name(name),
             spans,
             (sources, targets),
             out if has_result else None,
@@ -566,32 +611,12 @@ class Group:
         return self._start(work, wait)
 
     def _exchange_row_counts(self, ahead_of: Signature, own_rows: tuple[int, ...], label: str = "") -> tuple[int, ...]:
-        """The row counts of all members, in their order, or of the root of a scatter, by a small call ahead of the
-        operation.
-
-        Its hash is made from that of the operation, so members that ask for different things differ here already.
-        """
-        own = np.array(own_rows, np.int64)
-        is_scatter = ahead_of.kind is OperationKind.SCATTER
-        signature = msgspec.structs.replace(
-            ahead_of,
-            kind=OperationKind.BROADCAST if is_scatter else OperationKind.ALLGATHER,
-            dtype=DType.INT64,
-            op=Op.SUM,
-            prescale=1.0,
-            postscale=1.0,
-            label=label or f"{ahead_of.label} rows",
-            num_bytes=own.nbytes,
-            # Another number than that of the operation itself, or the two could be taken for each other.
-            hash=ahead_of.hash ^ ahead_of.kind ^ 1 << 63,
-        )
-        row_counts = np.empty(own.size if is_scatter else self.size * own.size, np.int64)
-        span = Span(address_of(own), address_of(row_counts), own.size)
-        if is_scatter:
-            call = signature.make_call((span,), (own, row_counts), peer=self.ranks.index(ahead_of.root))
-        else:
-            call = signature.make_call((span,), (own, row_counts), counts=(own.size,) * self.size)
+        """The row counts of all members, in their order, of an alltoall those for this rank, or of the root of a
+        scatter, by a small call ahead of the operation."""
+        signature, call, row_counts = make_row_count_exchange(ahead_of, own_rows, self.ranks, label)
         self.ordered_channel.run(call, signature)
+        if ahead_of.kind is OperationKind.ALLTOALL:
+            row_counts = row_counts[self.rank or 0 :: self.size]
         return tuple(row_counts.tolist())
 
     # --- checking the caller's arguments -----------------------------------------------------------------------------
@@ -599,32 +624,12 @@ class Group:
     def _as_send_buffers(self, x: object, what: str) -> tuple[list[SendBuffer], bool]:
         """The arrays of an operation, and whether they were given as a list."""
         _ = self.ordered_channel  # raises, before arguments are looked at, when nothing can start here
-        if not isinstance(x, list | tuple):
-            return [as_send_buffer(x, what)], False
-        sources = [as_send_buffer(each, what) for each in x]
-        if not sources:
-            raise ValueError(f"{what}: the list of arrays is empty")
-        dtypes = {source.dtype.name.lower() for source in sources}
-        if len(dtypes) > 1:
-            raise TypeError(f"{what}: the arrays of a list must have one dtype, got {', '.join(sorted(dtypes))}")
-        return sources, True
+        return as_send_buffers(x, what)
 
     def _as_rows(self, x: object, what: str) -> tuple[list[SendBuffer], bool]:
         """As _as_send_buffers; a scalar counts as one row."""
         sources, is_list = self._as_send_buffers(x, what)
         return [source._replace(array=np.atleast_1d(source.array)) for source in sources], is_list
-
-    def _as_receive_buffers(
-        self, out: Any, sources: Sequence[SendBuffer], is_list: bool, what: str
-    ) -> list[ReceiveBuffer]:
-        """Memory for results like the sources; out is None, an array, or a list of arrays as x is."""
-        if out is None:
-            outs = [None] * len(sources)
-        elif is_list and (not isinstance(out, list | tuple) or len(out) != len(sources)):
-            raise ValueError(f"{what}: out must be a list of {len(sources)} arrays, as x is")
-        else:
-            outs = list(out) if is_list else [out]
-        return [as_receive_buffer(given, source, what) for given, source in zip(outs, sources, strict=True)]
 
     def _as_send_buffer(self, x: object, what: str) -> SendBuffer:
         if isinstance(x, list | tuple):
@@ -632,19 +637,11 @@ class Group:
         return self._as_send_buffers(x, what)[0][0]
 
     def _member_index_of(self, rank: int | None, what: str) -> int:
-        if rank is None or rank not in self.ranks:
-            raise ValueError(f"{what} must be a member of group {self.id} ({format_ranks(self.ranks)}), got {rank!r}")
-        return self.ranks.index(rank)
-
-    def _check_splits(self, splits: object, num_rows: int, what: str) -> tuple[int, ...]:
-        if splits is None:
-            return even_shares(num_rows, self.size)
-        given = np.asarray(splits)
-        if given.shape != (self.size,) or given.dtype.kind not in "iu" or given.min() < 0:
-            raise ValueError(f"{what}: splits must be {self.size} whole numbers from 0, one per member, got {splits!r}")
-        if int(given.sum()) > num_rows:
-            raise ValueError(f"{what}: splits ask for {int(given.sum())} rows of an array with {num_rows}")
-        return tuple(given.tolist())
+        try:
+            return self.ranks.index(operator.index(rank))  # type: ignore[arg-type]  # None is refused, too
+        except (TypeError, ValueError):
+            members = format_ranks(self.ranks)
+            raise ValueError(f"{what} must be a member of group {self.id} ({members}), got {rank!r}") from None
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -705,84 +702,9 @@ def _signature_of(kind: OperationKind, send_buffers: Sequence[SendBuffer], optio
     return get_signature(kind, send_buffers[0].dtype, shapes, options)
 
 
-def _is_on_device(x: object) -> bool:
-    """Whether this is memory of another device than the CPU, or a list with such."""
-    if isinstance(x, list | tuple):
-        return any(isinstance(each, Memory) and each.device != CPU for each in x)
-    return isinstance(x, Memory) and x.device != CPU
-
-
-def _check_device_memory(sources: Sequence[Any], targets: Sequence[Any], what: str) -> None:
-    """TypeError or ValueError unless all is memory of one device and dtype, and each target is as its source."""
-    if not all(isinstance(each, Memory) for each in (*sources, *targets)):
-        where = next(each.device for each in sources if isinstance(each, Memory) and each.device != CPU)
-        raise TypeError(
-            f"{what}: x has memory on {where}, so x and out must be ronde.Memory there; ronde allocates none: give "
-            "out=, which may be x"
-        )
-    places = {(each.device, each.dtype) for each in (*sources, *targets)}
-    if len(places) > 1:
-        found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in places))
-        raise TypeError(f"{what}: all memory must be on one device and have one dtype, got {found}")
-    if targets and [target.shape for target in targets] != [source.shape for source in sources]:
-        raise ValueError(f"{what}: out must have the shapes of x")
-
-
 def _wait_on_streams(work: Work) -> Any:
     """The result of an operation on another device, for which its streams wait, and not the caller."""
     result = None
     for stream in work.streams or (None,):
         result = work.wait(stream=stream)
     return result
-
-
-def _check_rows(sources: Sequence[SendBuffer], what: str) -> None:
-    if any(not source.array.shape for source in sources):
-        raise ValueError(f"{what} shares out rows: it needs an array of at least 1 dimension, got a scalar")
-
-
-def _check_equal_rows(sources: Sequence[SendBuffer], what: str) -> int:
-    """The number of rows, which all arrays of a list must have."""
-    _check_rows(sources, what)
-    num_rows: list[int] = [source.array.shape[0] for source in sources]
-    if len(set(num_rows)) > 1:
-        raise ValueError(
-            f"{what}: the arrays of a list must have equally many rows, got {', '.join(map(str, num_rows))}"
-        )
-    return num_rows[0]
-
-
-def _check_name(name: str | None) -> str:
-    """The name of an operation; empty without one."""
-    if name is None:
-        return ""
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a text that is not empty, got {name!r}")
-    return name
-
-
-def _make_cached_run(signature: Signature, channel: Channel) -> _RunAllreduce:
-    """The shortest path for the most frequent call: all that is equal each time is looked up and checked here, once."""
-    run, count = channel.run, math.prod(signature.shapes[0])
-    kind, dtype, op, prescale = signature.kind, signature.dtype, signature.op, signature.prescale
-    postscale, description, signature_hash = signature.postscale, signature.description, signature.hash
-
-    def allreduce(x: Array, out: Array | None) -> Array:
-        source = target = address_of(x)
-        if out is None:
-            out = np.empty_like(x)
-            target = address_of(out)
-        spans = (Span(source, target, count),)
-        owners = (x, out)  # a backend may have to keep them beyond an error
-        call = Call(
-            kind, dtype, op, spans, -1, prescale, postscale, None, None, description, signature_hash, False, owners
-        )
-        run(call, signature)
-        return out
-
-    return allreduce
-
-
-def split_by_counts(data: Array, counts: Sequence[int]) -> list[Array]:
-    """An array in pieces of so many rows."""
-    return [data[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]

@@ -4,12 +4,16 @@ Settings that are not given come from the launcher that started the process (mpi
 a job hosts the coordinator, at one address or at the first free port of a range; the others try all of its ports until
 one proves the job's key. That key is derived from the user's secret and the id of the launcher's job, so ranks on one
 host, or with a home directory in common, have the same. A start that fails leaves nothing open.
+
+In an elastic job a process connects under its number as a worker, and learns its rank when the round starts. If it
+comes when a round is under way, it is a candidate: it gets a round of its own until it is ready to be in the next one.
 """
 
 from __future__ import annotations
 
 import functools
 import ipaddress
+import logging
 import os
 import secrets
 import sys
@@ -29,7 +33,7 @@ from ronde.comm.control_thread import JoinedRound
 from ronde.comm.launchers import LauncherEnvironment, coordinator_port_range, detect_launcher, find_launcher_process
 from ronde.coordinator.inprocess import InProcessCoordinator
 from ronde.coordinator.server import CoordinatorServer
-from ronde.errors import ProtocolError, StartFailed
+from ronde.errors import JobFinished, LeftBehind, ProtocolError, StartFailed, StateLost
 from ronde.net.addresses import (
     candidate_addresses,
     format_address,
@@ -55,12 +59,15 @@ from ronde.net.messages import (
     LeaveReason,
     LeaveRound,
     RankHeartbeat,
+    RefusalKind,
     RoundStarted,
+    WorkerMessage,
     decode_admission,
 )
 from ronde.net.open_files import check_open_files, explain_open_files, raise_open_files_limit
 from ronde.observe.stacks import pid_namespace
 from ronde.settings import Settings, config_dir, describe_settings
+from ronde.text import escape_surrogates
 from ronde.types import Deadline, Member, Topology
 from ronde.version import __version__
 
@@ -78,6 +85,8 @@ JOIN_RETRY_S = 0.5
 """How often JoinRound is sent until the round starts."""
 ANSWER_GRACE_S = 2.0
 """How much longer than start_s a rank waits for the coordinator, which knows the missing ranks and began later."""
+
+logger = logging.getLogger("ronde.comm")
 
 
 # --- settings that the launcher implies ------------------------------------------------------------------------------
@@ -137,32 +146,95 @@ def worker_identity() -> str:
 os.register_at_fork(after_in_child=worker_identity.cache_clear)  # a child is another worker than its parent
 
 
-def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
-    """Join the round that the complete settings describe. `round` counts the rounds of this process, from 0."""
+def join_round(
+    settings: Settings,
+    groups: Groups,
+    round: int,
+    *,
+    ready: bool = False,
+    has_state: bool = True,
+    address: str = "",
+    hosting: ExitStack | None = None,
+    progress: int = -1,
+) -> JoinedRound:
+    """Join the round that the complete settings describe. `round` counts the rounds of this process, from 0.
+
+    A worker of an elastic job is `ready` when it has built what it trains. Before that it gets a round of its own, if
+    the job's is under way; then it has no state (`has_state`) until it has got that of the others. From the round
+    before it may have the address of the coordinator, and what closes the one that it hosts. `progress` is that of
+    JoinRound.
+    """
     if settings.size == 1 and not settings.coordinator_hosted:  # a launcher shows even a job of one
-        member = Member(0, settings.host or host_identity(), os.getpid(), "", worker=worker_identity())
-        coordinator = InProcessCoordinator((member,), groups, settings)
-        return JoinedRound(settings, Topology((member,), 0), coordinator.client(0), SingleRankBackend())
+        return _join_alone(settings, groups)
     for name in ("coordinator", "key"):
         if not getattr(settings, name):
             raise ValueError(
                 f"a job of {settings.size} ranks needs {name} (RONDE_{name.upper()}); "
                 "start the ranks with `ronde run`, or give it to every one of them"
             )
-    deadline, key = Deadline(settings.start_s), JobKey(settings.key)
+    deadline = Deadline(settings.elastic_timeout_s if settings.elastic or ready else settings.start_s)
+    hosting = hosting if hosting is not None else ExitStack()
+    while True:
+        try:
+            return _join_among(
+                *(settings, groups, round, deadline),
+                ready=ready,
+                has_state=has_state,
+                address=address,
+                hosting=hosting,
+                progress=progress,
+            )
+        except _BegunWithout:
+            continue
+        except _BecomesCandidate as candidate:
+            joined_round = _join_alone(settings.replace(timeline=""), ())  # the file is that of the job
+            joined_round.candidate = (candidate.rank, candidate.size)
+            return joined_round
+
+
+def _join_alone(settings: Settings, groups: Groups) -> JoinedRound:
+    """A round of this process alone."""
+    member = Member(0, settings.host or host_identity(), os.getpid(), "", worker=worker_identity())
+    coordinator = InProcessCoordinator((member,), groups, settings)
+    return JoinedRound(settings, Topology((member,), 0), coordinator.client(0), SingleRankBackend())
+
+
+def _join_among(
+    settings: Settings,
+    groups: Groups,
+    round: int,
+    deadline: Deadline,
+    *,
+    ready: bool,
+    has_state: bool,
+    address: str,
+    hosting: ExitStack,
+    progress: int,
+) -> JoinedRound:
+    """A round of several processes, as join_round() has it."""
+    is_elastic, key = settings.elastic or ready, JobKey(settings.key)
+    number = settings.worker if settings.elastic and settings.worker >= 0 else settings.rank
     with explain_open_files(f"rank {settings.rank} cannot join"), ExitStack() as opened:
+        opened.callback(hosting.close)
         raise_open_files_limit()
         check_open_files()
         loop = EventLoop()
         opened.callback(loop.close)
-        address = settings.coordinator
-        if settings.rank == 0 and not settings.coordinator_hosted:
+        own_address = ""
+        if not address and settings.rank == 0 and not settings.coordinator_hosted:
             hosted = host_coordinator(settings, key, Deadline(min(MAX_PORT_WAIT_S, settings.start_s) if round else 0.0))
-            opened.callback(hosted.close)
-            address = hosted.address
+            hosting.callback(hosted.close)
+            own_address = hosted.address
         heartbeat_s = settings.heartbeat_s
         liveness, control_address, sender = find_coordinator(
-            address, key, settings.rank, deadline=deadline, heartbeat_s=heartbeat_s
+            address or own_address or settings.coordinator,
+            key,
+            number,
+            deadline=deadline,
+            # A coordinator that was there before is waited for as long as any other host.
+            reach_s=(heartbeat_s if address else settings.start_s) if is_elastic else None,
+            heartbeat_s=heartbeat_s,
+            ready=ready,
         )
         opened.callback(liveness.close)
         control = ControlClient(control_address, key, sender, heartbeat_s=heartbeat_s)
@@ -174,7 +246,7 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
         tcp_addresses = (format_address(host, listener.tcp_port),)
         host_id = settings.host or host_identity()
         member = Member(
-            settings.rank,
+            -1 if is_elastic else settings.rank,
             host_id,
             os.getpid(),
             listener.unix_name,
@@ -182,22 +254,83 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
             pid_namespace(),
             worker=worker_identity(),
         )
-        join = JoinRound(VERSION, settings.size, member, groups, describe_compatibility(settings))
+        size = 0 if is_elastic else settings.size
+        join = JoinRound(VERSION, size, member, groups, describe_compatibility(settings), has_state, progress)
         started = _request_join(loop, control, liveness.fileno(), join, deadline)
-        topology = Topology(started.members, settings.rank, round=started.round)
+        settings = _follow_coordinator(settings, started)
+        rank = settings.rank
+        if is_elastic:
+            rank = next(each.rank for each in started.members if each.worker == member.worker)
+        topology = Topology(started.members, rank, round=started.round)
         control.round = started.round
         listener.start_round(topology)
-        backend: Backend
-        if settings.backend == "mpi":
-            backend = MpiBackend(topology, settings)
-        else:
-            backend = NativeBackend(topology, listener, key, settings, loop, control.send)
+        backend = make_backend(topology, settings, listener, key, loop, control.send)
         opened.callback(backend.close)
-        rank = -1 if settings.coordinator_hosted else 0
-        object_key = key.mac(b"objects", msgspec.msgpack.encode((topology.round, topology.members)))
         return JoinedRound(
-            settings, topology, control, backend, liveness.fileno(), rank, loop, opened.pop_all(), object_key
+            settings,
+            topology,
+            control,
+            backend,
+            liveness.fileno(),
+            -1 if settings.coordinator_hosted else 0,
+            loop,
+            opened.pop_all(),
+            key.mac(b"objects", msgspec.msgpack.encode((topology.round, topology.members))),
+            format_address(peer_host(liveness), liveness.getpeername()[1]),
+            hosting,
+            is_elastic,
         )
+
+
+class _BecomesCandidate(Exception):
+    """The coordinator's answer CANDIDATE."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.size = size
+
+
+class _BegunWithout(Exception):
+    """The first round of the elastic job has begun without this worker, which is to connect again."""
+
+
+REFUSALS: dict[RefusalKind, type[Exception]] = {
+    RefusalKind.FAILED: StartFailed,
+    RefusalKind.FINISHED: JobFinished,
+    RefusalKind.LEFT_BEHIND: LeftBehind,
+    RefusalKind.BEGUN: _BegunWithout,
+    RefusalKind.STATE_LOST: StateLost,
+}
+
+
+def _follow_coordinator(settings: Settings, started: RoundStarted) -> Settings:
+    """The settings of a rank with the timeline of the coordinator, which alone writes one. Warn about another one."""
+    own = escape_surrogates(settings.timeline)
+    if own and own != started.timeline:
+        logger.warning(
+            "timeline=%r has no effect: the coordinator writes the timeline, and was given %s. Give it to %s, or call "
+            "ronde.start_timeline()",
+            own,
+            repr(started.timeline) if started.timeline else "none",
+            "`ronde run` (--timeline)" if settings.coordinator_hosted else "rank 0, which hosts the coordinator",
+        )
+    return settings.replace(timeline=started.timeline)
+
+
+def make_backend(
+    topology: Topology,
+    settings: Settings,
+    listener: Listener,
+    key: JobKey,
+    loop: EventLoop,
+    send: Callable[[WorkerMessage], None],
+) -> Backend:
+    """Return the backend that the setting `backend` names. `send` gives a message to the coordinator, in the loop. A
+    round of one rank has the SingleRankBackend."""
+    if settings.backend == "mpi":
+        return MpiBackend(topology, settings)
+    return NativeBackend(topology, listener, key, settings, loop, send)
 
 
 def describe_compatibility(settings: Settings) -> dict[str, str]:
@@ -254,9 +387,10 @@ def _request_join(
     finally:
         control.stop_receiving()
         loop.remove_reader(liveness_fd)
-    if isinstance(answers[0], JoinRefused):
-        raise StartFailed(answers[0].reason)
-    return answers[0]
+    answer = answers[0]
+    if isinstance(answer, JoinRefused):
+        raise REFUSALS[answer.kind](answer.reason)
+    return answer
 
 
 def _run_loop(loop: EventLoop, condition: Callable[[], bool], timeout_s: float) -> None:
@@ -307,18 +441,32 @@ def host_coordinator(settings: Settings, key: JobKey, deadline: Deadline) -> Coo
 
 
 def find_coordinator(
-    address_range: str, key: JobKey, rank: int, *, deadline: Deadline, heartbeat_s: float, worker: str = ""
+    address_range: str,
+    key: JobKey,
+    rank: int,
+    *,
+    deadline: Deadline,
+    heartbeat_s: float,
+    reach_s: float | None = None,
+    worker: str = "",
+    ready: bool = False,
 ) -> tuple[Connection, str, str]:
     """The liveness connection to the coordinator, which is or will be there, `host:port` of its control server, and the
-    name that the control connection is to have."""
+    name that the control connection is to have.
+
+    In an elastic job `rank` is the number of the worker. The coordinator may let it wait until the deadline; if
+    `reach_s` is given, it has to be reached in that time.
+    """
     addresses = expand_port_range(address_range)
     is_range = len(addresses) > 1
     if is_range:
         resolve_host(*parse_address(addresses[0]))  # an unknown name fails at once
     # The detail is unique to this attempt: a second connection with the same detail is a retry of the same process,
     # which replaces the first.
-    request = ConnectionRequest(LIVENESS, rank, detail=secrets.token_hex(8), worker=worker or worker_identity())
+    detail = secrets.token_hex(8)
+    request = ConnectionRequest(LIVENESS, rank, detail=detail, worker=worker or worker_identity(), ready=ready)
     problems: dict[str, str] = {}
+    reach_deadline = deadline if reach_s is None else Deadline(min(reach_s, deadline.remaining_s))
     timeout_s = FIRST_CONNECT_TIMEOUT_S
 
     def before_retry() -> None:
@@ -327,7 +475,7 @@ def find_coordinator(
 
     while True:
         for address in addresses:
-            limit = Deadline(min(timeout_s, deadline.remaining_s)) if is_range else deadline
+            limit = Deadline(min(timeout_s, reach_deadline.remaining_s)) if is_range else reach_deadline
             try:
                 connection, reply = connect_authenticated(
                     address, key, request, limit, heartbeat_s=heartbeat_s, before_retry=before_retry
@@ -335,7 +483,7 @@ def find_coordinator(
             except _NobodyListens:
                 continue  # an earlier problem with this port says more
             except StartFailed as error:
-                if deadline.expired and address in problems:
+                if reach_deadline.expired and address in problems:
                     continue  # there was no time left for this attempt: what was answered before says more
                 if not is_range:
                     raise
@@ -346,7 +494,9 @@ def find_coordinator(
                 control_address = format_address(peer_host(connection), admission.control_port)
                 return connection, control_address, admission.sender
             problems[address] = admission.reason
-        if deadline.expired:
+            if reach_s is not None:  # it was reached: only the deadline ends the wait for its next answer
+                reach_deadline = Deadline(min(reach_s, deadline.remaining_s))
+        if reach_deadline.expired:
             break
         timeout_s = min(2 * timeout_s, MAX_CONNECT_TIMEOUT_S)
         time.sleep(min(RETRY_INTERVAL_S, deadline.remaining_s))
@@ -354,9 +504,9 @@ def find_coordinator(
     if not is_range:
         raise StartFailed(f"rank {rank} was not let in within {deadline.timeout_s:g} s: {reasons}")
     raise StartFailed(
-        f"rank {rank} did not find the coordinator of rank 0 at {address_range} within {deadline.timeout_s:g} s "
-        f"({reasons}); is rank 0 running there, and do all ranks have the same RONDE_KEY, or a home directory in "
-        "common?"
+        f"rank {rank} did not find the coordinator of rank 0 at {address_range} within "
+        f"{reach_s or deadline.timeout_s:g} s ({reasons}); is rank 0 running there, and do all ranks have the same "
+        "RONDE_KEY, or a home directory in common?"
     )
 
 
@@ -365,7 +515,7 @@ class _NobodyListens(Exception):
 
 
 def _read_admission(connection: Connection, reply: bytes) -> Admission:
-    """Return the coordinator's admission; closes the connection unless it is ADMITTED, and raises if it is REFUSED."""
+    """Return the coordinator's admission, which is ADMITTED or RETRY. Closes the connection unless it is ADMITTED."""
     try:
         admission = decode_admission(reply)
     except ProtocolError as error:
@@ -376,6 +526,8 @@ def _read_admission(connection: Connection, reply: bytes) -> Admission:
         ) from None
     if admission.status is not AdmissionStatus.ADMITTED:
         connection.close()
+    if admission.status is AdmissionStatus.CANDIDATE:
+        raise _BecomesCandidate(admission.rank, admission.size)
     if admission.status is AdmissionStatus.REFUSED:
-        raise StartFailed(admission.reason)
+        raise REFUSALS[admission.refusal_kind](admission.reason)
     return admission

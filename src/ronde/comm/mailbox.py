@@ -4,7 +4,9 @@ Meant for parameter servers and other one-sided traffic: a rank that owns someth
 the others push to it (post) or ask it (request) whenever they like. A message is a header, which is bytes that mean
 nothing here, and at most one array. Nothing is unpickled.
 
-A mailbox is a channel of messages of its own: tag 0 is for what handlers take, the other tags are for replies.
+A mailbox is a channel of messages of its own: tag 0 is for what handlers take, the other tags are for replies. The
+channel stays open when the mailbox is closed, until its group is: what was posted is still sent, and the thread of the
+handler refuses requests, which nobody would answer otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import itertools
 import logging
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,17 +24,22 @@ from ronde.comm.backends.base import CallTiming, Received
 from ronde.comm.buffers import Bfloat16View, SendBuffer, address_of, as_array, as_send_buffer
 from ronde.comm.call import Call, MessageFlag, Signature, Span
 from ronde.comm.channel import Channel
+from ronde.comm.open_channels import OpenChannels
 from ronde.comm.work import Work
 from ronde.errors import PeerLost, ProtocolError, RondeError, RoundEnded
+from ronde.net.event_loop import start_thread
 from ronde.text import shorten
 from ronde.types import Deadline, DType, Op, OperationKind
 
+THREAD_NAME = "ronde-mailbox"
 WINDOW_BYTES = 64 * 1024 * 1024
 """So much of one sender's messages may wait for the handler of a rank; then the sender waits."""
 MAX_HEADER_BYTES = 256 * 1024
 NUM_REQUEST_TAGS = 1 << 30
 CLOSE_TIMEOUT_S = 5.0
-"""How long close() waits for a handler to return."""
+"""How long close() waits for a handler to return and for what was posted."""
+CLOSE_POLL_S = 0.001
+"""How often close() looks. It takes no lock, so a signal handler can call it in the middle of anything."""
 FOREVER_S = 10 * 365 * 86400.0
 
 PREFIX = struct.Struct("<BbBQ")
@@ -46,12 +54,23 @@ class _Kind(enum.IntEnum):
     REPLY = 2
     FAILURE = 3
     """The handler of a request has raised; the header is the text of the error."""
+    REFUSAL = 4
+    """The mailbox is closed, so nobody will reply to the request."""
 
 
-class Reply(NamedTuple):
+class _Phase(enum.Enum):
+    OPEN = enum.auto()
+    CLOSING = enum.auto()
+    """No more messages are handled. The handler may still be running, and may reply and post."""
+    CLOSED = enum.auto()
+    """Nothing can be sent but refusals."""
+
+
+class MailboxReply(NamedTuple):
     """What the handler of another rank has answered to a request."""
 
     header: bytes
+    """As it was given to reply()."""
     payload: Any
     """An array, or None."""
 
@@ -65,6 +84,7 @@ class MailboxMessage:
         self.source = source
         """The rank that sent it."""
         self.header = header
+        """As the sender gave it."""
         self.payload: Any = payload
         """An array, or None."""
         self._mailbox = mailbox
@@ -87,7 +107,11 @@ class MailboxMessage:
         if self._is_replied:
             raise ValueError("the request has been replied to already")
         self._is_replied = True
-        return self._mailbox.send_reply(self.source, self._request, _Kind.REPLY, header, payload, wait=wait)
+        try:
+            return self._mailbox.send_reply(self.source, self._request, header, payload, wait=wait)
+        except BaseException:
+            self._is_replied = False  # so that another reply, or the error, can go to the rank that waits
+            raise
 
     def __repr__(self) -> str:
         kind = "request" if self._request else "post"
@@ -103,6 +127,9 @@ class Mailbox:
     `handler` runs in a thread of the mailbox, one message at a time. It may post and request, but must not wait for a
     rank whose own handler may be waiting for it. `on_lost` is called in the same thread for each member that is gone,
     with its rank and the reason, after its last message.
+
+    The end of a `with` block closes it, and so does the end of the round. Let the ranks meet in a barrier before: what
+    was not handled by then is dropped.
     """
 
     def __init__(
@@ -112,23 +139,30 @@ class Mailbox:
         handler: Handler | None,
         on_lost: Callable[[int, str], object] | None,
         *,
-        operation_timeout_s: float,
-        close_channel: Callable[[Channel], None],
+        open_channels: OpenChannels,
     ) -> None:
         self._channel = channel
-        self._close_channel = close_channel
+        self._open_channels = open_channels
         self._ranks = channel.members
         self._rank = rank
         self._handler = handler
         self._on_lost = on_lost
-        self._operation_timeout_s = operation_timeout_s
+        self._operation_timeout_s = open_channels.operation_timeout_s
         self._request_tags = itertools.count(1)
+        self._phase = _Phase.OPEN
+        self._refuses = False
+        """Whether ranks that ask are told that the mailbox is closed. Not when this rank leaves, which they learn."""
+        self._unanswered: set[tuple[int, int]] = set()
+        """Requests that the handler has got and nobody has replied to: the rank that asked, and the tag."""
+        self._is_running = False
+        """Whether the handler or on_lost is running."""
         self._error: BaseException | None = None
-        # Owned by the mailbox. It waits for messages, and runs the handler and on_lost.
+        # Owned by the mailbox. It waits for messages, runs the handler and on_lost, and refuses requests when the
+        # mailbox is closed. It ends with the channel.
         self._thread: threading.Thread | None = None
         if handler is not None:
-            self._thread = threading.Thread(target=self._serve, name="ronde-mailbox", daemon=True)
-            self._thread.start()
+            self._thread = threading.Thread(target=self._serve, name=THREAD_NAME, daemon=True)
+            start_thread(self._thread)
 
     def post(self, to: int, header: bytes = b"", payload: Any = None, *, wait: bool = True) -> Any:
         """Send a message to the handler of a rank of the world, which may be this one.
@@ -139,9 +173,9 @@ class Mailbox:
         return self._send(*self._make_send(to, 0, _Kind.POST, header, payload), wait)
 
     def request(self, to: int, header: bytes = b"", payload: Any = None, *, wait: bool = True) -> Any:
-        """Send a message to the handler of a rank and return its Reply, or a Work whose result is the Reply.
+        """Send a message to the handler of a rank and return its MailboxReply, or a Work whose result that is.
 
-        RondeError is raised if the handler has raised, PeerLost if the rank is gone.
+        RondeError is raised if the handler has raised or the rank has closed its mailbox, PeerLost if the rank is gone.
         """
         tag = next(self._request_tags) % NUM_REQUEST_TAGS + 1
         call, signature = self._make_send(to, tag, _Kind.REQUEST, header, payload)
@@ -159,11 +193,18 @@ class Mailbox:
         return work.wait() if wait else work
 
     def close(self) -> None:
-        """Take no more messages and wait until the handler has returned; then raise the first exception that a handler
-        raised for a post. Messages that were not handled are dropped. Idempotent."""
-        self._close_channel(self._channel)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_TIMEOUT_S)
+        """Take no more messages. Wait for 5 s at most until the handler has returned and what this rank has posted is
+        on its way; then raise the first exception that a handler raised for a post. Idempotent.
+
+        Messages that were not handled are dropped. Ranks that wait for a reply, or ask later, get a RondeError at once.
+        What is still to be sent after 5 s goes on being sent.
+        """
+        self._stop(Deadline(CLOSE_TIMEOUT_S), refuses=True)
+        if self._unanswered:
+            # Not here: a signal handler may have interrupted an operation of this thread.
+            thread = threading.Thread(target=self._refuse_unanswered, name=f"{THREAD_NAME}-close", daemon=True)
+            start_thread(thread)
+            thread.join(CLOSE_TIMEOUT_S)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -177,12 +218,59 @@ class Mailbox:
     def __repr__(self) -> str:
         return f"<Mailbox {self._channel.backend_channel.spec.id}>"
 
-    # --- sending -----------------------------------------------------------------------------------------------------
+    # --- for the group and for messages ------------------------------------------------------------------------------
 
-    def send_reply(
-        self, to: int, tag: int, kind: _Kind, header: bytes, payload: Any, *, wait: bool
-    ) -> Any:  # for MailboxMessage
-        return self._send(*self._make_send(to, tag, kind, header, payload), wait)
+    def leave(self, deadline: Deadline) -> None:
+        # This rank leaves: as close(), but whoever waits for a reply learns that the rank is gone.
+        self._stop(deadline, refuses=False)
+
+    def end(self, why: str) -> None:
+        # The group is closed, for this reason: end everything that is under way.
+        if self._channel.has_sends_under_way():
+            name = self._channel.backend_channel.spec.id
+            logger.warning("rank %d has not sent all that it posted to mailbox %s in time", self._rank, name)
+        self._phase, self._refuses = _Phase.CLOSED, False
+        self._unanswered.clear()
+        self._open_channels.close(self._channel, why)
+
+    def join(self, deadline: Deadline) -> None:
+        # Wait for the thread, after end().
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(deadline.remaining_s)
+
+    def send_reply(self, to: int, request: int, header: bytes, payload: Any, *, wait: bool) -> Any:
+        result = self._send(*self._make_send(to, request, _Kind.REPLY, header, payload), wait)
+        self._unanswered.discard((to, request))
+        return result
+
+    # --- closing -----------------------------------------------------------------------------------------------------
+
+    def _stop(self, deadline: Deadline, *, refuses: bool) -> None:
+        self._refuses = refuses
+        if self._phase is _Phase.OPEN:
+            self._phase = _Phase.CLOSING
+        if self._thread is not threading.current_thread():  # the handler cannot wait for itself
+            while not deadline.expired and (self._is_handling() or self._channel.has_sends_under_way()):
+                time.sleep(CLOSE_POLL_S)
+        self._phase = _Phase.CLOSED
+
+    def _is_handling(self) -> bool:
+        return self._is_running and self._thread is not None and self._thread.is_alive()  # not in a forked child
+
+    def _refuse_unanswered(self) -> None:
+        for to, request in list(self._unanswered):
+            self._give_up(to, request, _Kind.REFUSAL)
+
+    def _give_up(self, to: int, request: int, kind: _Kind, text: str = "") -> None:
+        """Tell a rank that its request will get no reply."""
+        self._unanswered.discard((to, request))
+        try:
+            call, signature = self._make_send(to, request, kind, shorten(text).encode(), None)
+            self._channel.submit(call, ((signature, ""),))
+        except RondeError:
+            logger.debug("rank %d could not be told that its request gets no reply", to, exc_info=True)
+
+    # --- sending -----------------------------------------------------------------------------------------------------
 
     def _send(self, call: Call, signature: Signature, wait: bool) -> Any:  # None, or the work
         if wait:
@@ -201,7 +289,9 @@ class Mailbox:
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(f"{what}: header has {len(header)} bytes, at most {MAX_HEADER_BYTES}; use the payload")
         source = None if payload is None else as_send_buffer(payload, what)
-        is_answer = kind in (_Kind.REPLY, _Kind.FAILURE)
+        if self._phase is _Phase.CLOSED and kind is not _Kind.REFUSAL:
+            raise RoundEnded(f"{what} to rank {to} on rank {self._rank}: the mailbox is closed")
+        is_answer = kind not in (_Kind.POST, _Kind.REQUEST)
         amount, prefix = "no array", PREFIX.pack(kind, -1, 0, request)
         spans: tuple[Span, ...] = ()
         if source is not None:
@@ -247,7 +337,11 @@ class Mailbox:
                 if self._on_lost is not None and error.peer in self._ranks:
                     self._run(None, self._on_lost, error.peer, error.why)
                 continue
-            except RondeError:  # the mailbox was closed, or the round is over
+            except RoundEnded:  # the group is closed, or the round is over
+                return
+            except RondeError as error:
+                logger.exception("a mailbox of rank %d cannot take messages any more", self._rank)
+                self._error = self._error or error
                 return
             self._handle(timing)
             del timing  # its memory is the handler's now, and this thread may wait for long
@@ -264,22 +358,33 @@ class Mailbox:
         self._run(message, self._handler, message)
 
     def _run(self, message: MailboxMessage | None, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function of the user's. What it raises goes to the rank that waits for a reply, or else is kept for
-        close()."""
+        """Call a function of the user's, or refuse a request if the mailbox is closed. What the function raises goes to
+        the rank that waits for a reply, or else is kept for close()."""
+        request = message if message is not None and message.wants_reply else None
+        self._is_running = True  # first: _stop() changes the phase, and then looks at this
         try:
-            function(*arguments)
-        except Exception as error:
-            if isinstance(error, RoundEnded) and not isinstance(error, PeerLost):
-                return  # this rank is leaving
+            if self._phase is _Phase.OPEN:
+                if request is not None:
+                    self._unanswered.add((request.source, request._request))
+                function(*arguments)
+            elif request is not None and self._refuses:
+                self._give_up(request.source, request._request, _Kind.REFUSAL)
+        except BaseException as error:  # also SystemExit, which would end nothing but this thread
+            if isinstance(error, RoundEnded) and not isinstance(error, PeerLost) and self._is_over():
+                return  # because of that
             logger.exception("the handler of a mailbox failed on rank %d", self._rank)
-            if message is None or not message.wants_reply:
+            if request is not None and request.wants_reply:
+                text = f"{type(error).__name__}: {error}"
+                self._give_up(request.source, request._request, _Kind.FAILURE, text)
+            else:
                 self._error = self._error or error
-                return
-            text = shorten(f"{type(error).__name__}: {error}").encode()
-            try:
-                self.send_reply(message.source, message._request, _Kind.FAILURE, text, None, wait=True)
-            except RondeError:
-                logger.debug("rank %d could not be told", message.source, exc_info=True)
+        finally:
+            self._is_running = False
+
+    def _is_over(self) -> bool:
+        """Whether nothing can be done here any more. Whoever waits for a reply has been told so, or that this rank is
+        gone."""
+        return self._phase is _Phase.CLOSED or self._open_channels.closed_error is not None
 
 
 class _RequestWork(Work):
@@ -299,8 +404,11 @@ class _RequestWork(Work):
         if kind is _Kind.FAILURE:
             error = header.decode(errors="replace")
             self.fail(RondeError(f"the handler of rank {self._to} failed on a {self.signature.description}: {error}"))
+        elif kind is _Kind.REFUSAL:
+            what = self.signature.description
+            self.fail(RondeError(f"rank {self._to} has closed its mailbox, so nobody will reply to a {what}"))
         else:
-            self._result = Reply(header, payload)
+            self._result = MailboxReply(header, payload)
         return self._result
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from ronde.comm.buffers import Array
-from ronde.comm.group import Group, split_by_counts
+from ronde.comm.buffers import Array, split_by_counts
+from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.errors import ProtocolError
 
@@ -75,7 +75,10 @@ def alltoall(objects: Sequence[Any], *, group: Group | None = None) -> list[Any]
 
 
 def send(obj: Any, to: int, *, group: Group | None = None) -> None:
-    """Give an object to one member (a rank of the world), which calls receive()."""
+    """Give an object to one member (a rank of the world), which calls receive().
+
+    It travels with tag 0: give arrays that are sent to the same member meanwhile another tag.
+    """
     members = resolve_group(group)
     exchange = _Exchange(members, "message", to=to)
     data = exchange.pack(obj, to)
@@ -85,7 +88,10 @@ def send(obj: Any, to: int, *, group: Group | None = None) -> None:
 
 
 def receive(source: int, *, group: Group | None = None) -> Any:
-    """The object that one member (a rank of the world) sends."""
+    """The object that one member (a rank of the world) sends.
+
+    It travels with tag 0: receive arrays from any source with another tag.
+    """
     members = resolve_group(group)
     exchange = _Exchange(members, "message", source=source)
     size = members.receive(np.empty(1, np.int64), source)
@@ -97,13 +103,13 @@ def receive(source: int, *, group: Group | None = None) -> Any:
 class _Exchange:
     """One call of a function above: signs the objects that this rank sends, and checks those that it receives.
 
-    The tag of an object covers the round (through the key), the group, the kind of call, sender and receiver, and how
+    The tag of an object covers the round (through the key), the channel, the kind of call, sender and receiver, and how
     many calls there were before. So no object can be used in the place of another, or a second time.
     """
 
     def __init__(self, members: Group, kind: str, *, source: int | None = None, to: int | None = None) -> None:
         """Messages, which have a source or a receiver, are counted for each pair of them, apart from collectives."""
-        _ = members.ordered_channel  # raises when this rank can start nothing in the group
+        self._channel = members.ordered_channel.backend_channel.spec.id  # raises when nothing can start in the group
         assert members.rank is not None
         self.own_rank = own = members.ranks[members.rank]
         self._stream: tuple[int, ...] = ()
@@ -142,7 +148,7 @@ class _Exchange:
         return [cloudpickle.loads(pickled) for pickled in pickles]
 
     def _make_tag(self, source: int, to: int, pickled: memoryview) -> bytes:
-        position = f"{self._members.id} {self._kind} {source} {to} {self._number}\n"
+        position = f"{self._channel} {self._kind} {source} {to} {self._number}\n"
         mac = hmac.new(self._members.object_key, position.encode(), hashlib.sha256)
         mac.update(pickled)
         return mac.digest()[:TAG_BYTES]

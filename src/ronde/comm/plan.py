@@ -55,7 +55,7 @@ class Bucket:
     kind: str = "allreduce"
     """allreduce, reduce_scatter, allgather or broadcast."""
     root: int = 0
-    """The root of a broadcast, a rank of the job."""
+    """The root of a broadcast, a rank of the world."""
     shares: tuple[int, ...] = ()
     """reduce_scatter and allgather: how many elements each member has. Empty divides them evenly; the first members may
     have one more."""
@@ -80,7 +80,7 @@ class Bucket:
 
     @property
     def number(self) -> DType:
-        """The element type as channels know it."""
+        # The element type as channels know it.
         return DType[self.dtype.upper()]
 
     @property
@@ -96,7 +96,8 @@ class Plan(AbstractContextManager["Plan"]):
     All members must make the same plan and start its buckets in the same order.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
+    def __init__(self, buckets: Sequence[Bucket], group: Group, *, name: str = "") -> None:
+        """Members that give their plans names may make those of different names in any order."""
         self.buckets = tuple(buckets)
         """The buckets that the members agreed on."""
         if not self.buckets:
@@ -105,10 +106,12 @@ class Plan(AbstractContextManager["Plan"]):
         for bucket in self.buckets:
             _check_members(bucket, group)
         signatures = [_signature_of(index, bucket) for index, bucket in enumerate(self.buckets)]
-        _check_plans_match(group, [signature.description for signature in signatures])
+        _check_plans_match(group, [signature.description for signature in signatures], name and f"ronde.plan.{name}")
         sizes = [-(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT for bucket in self.buckets]
         starts = [0, *accumulate(sizes)]
-        self._channel: Channel = group.open_plan_channel(starts[-1])
+        self._channel: Channel = group.open_plan_channel(starts[-1], name)
+        self.group = group.with_channel(self._channel)
+        """The members. Operations without a name run on the plan's channel, in one order with its buckets."""
         memory = as_array(self._channel.backend_channel.bucket())
         arrays = [
             memory[start : start + bucket.num_bytes].view(bucket.number.numpy)
@@ -229,10 +232,10 @@ def _make_call(signature: Signature, bucket: Bucket, group: Group, start: int) -
     return signature.make_call(tuple(spans), None)
 
 
-def _check_plans_match(group: Group, descriptions: list[str]) -> None:
+def _check_plans_match(group: Group, descriptions: list[str], name: str) -> None:
     """Raise Mismatch, the same on every member, naming the first bucket in which the members' plans differ."""
     own = np.frombuffer(msgspec.json.encode(descriptions), np.uint8)
-    plans = [msgspec.json.decode(data.tobytes(), type=list[str]) for data in group.allgather_each(own)]
+    plans = [msgspec.json.decode(data.tobytes(), type=list[str]) for data in group.allgather_each(own, name)]
     for index, row in enumerate(zip_longest(*plans, fillvalue="no such bucket")):
         if len(set(row)) > 1:
             sides = format_rank_answers(dict(zip(group.ranks, row, strict=True)), verb=": ")

@@ -28,6 +28,7 @@ from ronde.net.messages import (
 )
 from ronde.observe.recorder import Recorder
 from ronde.observe.timeline import TraceStyle
+from ronde.types import OperationKind
 
 MAX_EVENTS_PER_MESSAGE = 10_000
 SEND_INTERVAL_S = 0.02
@@ -92,7 +93,7 @@ class ChannelStallInspector:
         found, before, self._reported = [], self._reported, {}
         for channel in channels:
             current = channel.current_call()
-            if current is None or not current.missing or current.description == "join":
+            if current is None or not current.missing or current.kind is OperationKind.JOIN:
                 continue  # who has joined waits for nothing that is late
             if now_ns - current.since_ns < self._stall_ns:
                 continue

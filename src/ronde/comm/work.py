@@ -1,17 +1,14 @@
-"""Work: one operation from the caller's arguments to its result, and the only future there is.
+"""Work: one operation from the caller's arguments to its result, and the caller's handle while it is under way.
 
 A work in program order gets its running calls at once. One with a name gets them when every member has announced it;
 until then its waiters are known to NegotiationWaits, which the control thread shares with all works.
 
-Where members may give different numbers of rows (allgather, gather, alltoall, scatter), `own_rows` are those of this
-rank; make_calls() needs those of all members (of a scatter, those of the root). They come from the coordinator for a
-work with a name, and from a small call ahead for one in program order. Memory for results is allocated only then.
+The works of some operations are classes of their own: comm/operations.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import threading
 import time
@@ -19,11 +16,10 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
-from ronde.comm.backends.base import CallWithdrawn, InsideOperation, RunningCall
-from ronde.comm.buffers import ReceiveBuffer, SendBuffer, address_of
+from ronde.comm.backends.base import CallWithdrawn, RunningCall
+from ronde.comm.buffers import ReceiveBuffer
 from ronde.comm.call import Call, Signature, Span
+from ronde.comm.reentry import InsideOperation
 from ronde.errors import OperationTimeout, RondeError
 from ronde.net.event_loop import start_thread
 from ronde.net.messages import MissingRanksQuery, OperationRequest, WorkerMessage
@@ -79,6 +75,7 @@ class Work:
 
     __slots__ = (
         "_calls",
+        "_copy_lock",
         "_done",
         "_error",
         "_on_start",
@@ -99,13 +96,13 @@ class Work:
         "waits",
     )
 
+    # The numbers of rows that this rank gives, when members may differ in them.
     own_rows: tuple[int, ...] | None = None
-    """The numbers of rows that this rank gives, when members may differ in them."""
+    # For alltoall, and on the root of a scatter, how many rows go to each member.
     splits: tuple[int, ...] | None = None
-    """For alltoall, and on the root of a scatter, how many rows go to each member."""
     device: str = CPU
+    # Of an operation on another device: as those of its calls.
     streams: tuple[int, ...] = ()
-    """Of an operation on another device: as those of its calls."""
 
     # Thousands of these are made per step, so __init__ does no more than it must.
     def __init__(
@@ -128,6 +125,8 @@ class Work:
         """What the caller gets; its memory is complete when the work is done."""
         self._targets = targets
         """What is copied to the caller's own arrays at the end."""
+        self._copy_lock = threading.RLock() if targets else None  # reentrant: a signal handler may interrupt its owner
+        """Held meanwhile: other threads that wait for the work return when that is done."""
         self._owners = owners
         """The objects that own the memory which the operation reads."""
         self._running_calls = running_calls
@@ -138,16 +137,13 @@ class Work:
         self._on_start: list[Callable[[], None]] | None = None
         """Called when it has started or failed."""
         self.group = 0
-        self.announced_ns = 0
-        """When it was announced, in shared memory or if a timeline is being written."""
-        self.shared_id = -1
-        """Under which it is announced in shared memory, if it is."""
+        self.announced_ns = 0  # when it was announced, in shared memory or if a timeline is being written
+        self.shared_id = -1  # under which it is announced in shared memory, if it is
+        # Since when a thread waits for it, if it is announced in shared memory; 0 when none does.
         self.waiting_since_ns = 0
-        """Since when a thread waits for it, if it is announced in shared memory; 0 when none does."""
+        # Who announces it in shared memory, if anybody does.
         self.shared_announcer: SharedAnnouncer | None = None
-        """Who announces it in shared memory, if anybody does."""
-        self.missing: tuple[int, ...] = ()
-        """The ranks that have not announced it, if a wait has asked."""
+        self.missing: tuple[int, ...] = ()  # the ranks that have not announced it, if a wait has asked
         self.waits: NegotiationWaits | None = None
         self.batch_start: BatchStart | None = None
 
@@ -257,6 +253,8 @@ class Work:
     def withdrawn(self) -> None:
         # It was announced in shared memory and taken back; the holder of the condition of NegotiationWaits says so.
         self.shared_id = -1
+        for running_call in self._running_calls or ():
+            running_call.withdrawn()
         self._running_calls = None
 
     def fail(self, error: Exception) -> None:
@@ -352,15 +350,18 @@ class Work:
         return self._result
 
     def _succeed(self) -> None:
-        self.finish()
-        self._calls = self._targets = ()
-        self._owners = None
-        self._done = True
+        if self._copy_lock is None:
+            self._finish_once()
+        else:
+            with self._copy_lock:
+                self._finish_once()
 
-
-def describe_request(signature: Signature, name: str) -> str:
-    """An operation in a stall report, in the coordinator's words: `allreduce 'w' sum float32[3]`."""
-    return f"{signature.label} {name!r}{signature.description[len(signature.label) :]}"
+    def _finish_once(self) -> None:
+        if not self._done:
+            self.finish()
+            self._calls = self._targets = ()
+            self._owners = None
+            self._done = True
 
 
 # --- what is called when works are over ------------------------------------------------------------------------------
@@ -468,229 +469,6 @@ def call_when_over(works: Sequence[Work], function: Callable[[], T]) -> Future[T
     future.set_running_or_notify_cancel()
     _callback_thread.add(_WorkCallback(works, function, future))
     return future
-
-
-class ReceiveAnyWork(Work):
-    """A receive from any member. The result also has the rank that sent it."""
-
-    __slots__ = ("_ranks",)
-
-    def __init__(self, signature: Signature, call: Call, target: ReceiveBuffer, ranks: tuple[int, ...]) -> None:
-        super().__init__(signature, "", (call,), target.result, (target,))
-        self._ranks = ranks
-
-    def finish(self) -> Any:
-        out = super().finish()
-        assert self._running_calls is not None
-        timing = self._running_calls[0].timing
-        assert timing is not None and timing.received is not None
-        self._result = (out, self._ranks[timing.received.source])
-        return self._result
-
-
-class AllreduceWork(Work):
-    """allreduce of one array, or of several as a unit. Named operations fuse the spans of many into one call."""
-
-    __slots__ = ("spans",)
-
-    def __init__(
-        self,
-        signature: Signature,
-        name: str,
-        spans: tuple[Span, ...],
-        owners: object,
-        result: Any,
-        targets: Sequence[ReceiveBuffer] = (),
-    ) -> None:
-        super().__init__(signature, name, (), result, targets, owners)
-        self.spans = spans
-
-    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
-        """All arrays in one call."""
-        owners = (self._owners, self._result, self._targets)
-        return (self.signature.make_call(self.spans, owners, name=self.name, description=description),)
-
-    def get_spans(self, row_counts: tuple[int, ...] | None) -> tuple[Span, ...]:
-        return self.spans
-
-
-class DeviceWork(AllreduceWork):
-    """allreduce, broadcast or reduce of memory of another device than the CPU. The caller gives the memory for the
-    result: it is what the work returns."""
-
-    __slots__ = ("_root", "device", "streams")
-
-    def __init__(
-        self,
-        signature: Signature,
-        name: str,
-        spans: tuple[Span, ...],
-        owners: object,
-        result: Any,
-        *,
-        device: str,
-        streams: tuple[int, ...],
-        root: int = -1,
-    ) -> None:
-        super().__init__(signature, name, spans, owners, result)
-        self.device = device
-        self.streams = streams
-        self._root = root
-        """As an index among the members."""
-
-    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
-        """All memory in one call."""
-        return (
-            self.signature.make_call(
-                self.spans,
-                self._owners,
-                name=self.name,
-                peer=self._root,
-                description=description,
-                device=self.device,
-                streams=self.streams,
-            ),
-        )
-
-
-class AllgatherWork(Work):
-    """allgather or gather of one array or of several. A gather has a root, and no result on the other members."""
-
-    __slots__ = ("_has_result", "_is_list", "_root", "_sources", "counts", "own_rows")
-
-    def __init__(
-        self,
-        signature: Signature,
-        name: str,
-        sources: Sequence[SendBuffer],
-        is_list: bool,
-        *,
-        root: int = -1,
-        has_result: bool = True,
-    ) -> None:
-        super().__init__(signature, name)
-        self.own_rows = tuple(shape[0] for shape in signature.shapes)
-        self.counts: tuple[int, ...] = ()
-        """After make_calls(): elements of the (last) array per member."""
-        self._sources = sources
-        self._is_list = is_list
-        self._root = root
-        """As an index among the members."""
-        self._has_result = has_result
-
-    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
-        """One call per array. Made again when the operation was withdrawn from shared memory."""
-        assert row_counts is not None
-        calls, results = [], []
-        for index, source in enumerate(self._sources):
-            num_rows = row_counts[index :: len(self._sources)]
-            row_shape = source.array.shape[1:]
-            self.counts = tuple(rows * math.prod(row_shape) for rows in num_rows)
-            target = np.empty((sum(num_rows) if self._has_result else 0, *row_shape), source.array.dtype)
-            results.append(source.wrap(target))
-            span = Span(address_of(source.array), address_of(target), source.array.size)
-            owners = (source, target)
-            call = self.signature.make_call((span,), owners, name=self.name, peer=self._root, counts=self.counts)
-            calls.append(call)
-        if self._has_result:
-            self._result = results if self._is_list else results[0]
-        return tuple(calls)
-
-    def finish(self) -> Any:
-        self._sources = ()
-        return super().finish()
-
-
-class AlltoallWork(Work):
-    """alltoall of one array or of several with equally many rows: each member gives rows to each. The result also has
-    how many came from each member."""
-
-    __slots__ = ("_is_list", "_member_index", "_sources", "own_rows", "splits")
-
-    def __init__(
-        self,
-        signature: Signature,
-        name: str,
-        sources: Sequence[SendBuffer],
-        is_list: bool,
-        splits: tuple[int, ...],
-        member_index: int,
-    ) -> None:
-        super().__init__(signature, name)
-        self.own_rows = self.splits = splits
-        self._sources = sources
-        self._is_list = is_list
-        self._member_index = member_index
-
-    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
-        """One call per array."""
-        assert row_counts is not None and self.splits is not None
-        received_rows = row_counts[self._member_index :: len(self.splits)]
-        calls, results = [], []
-        for source in self._sources:
-            array = source.array
-            row_shape = array.shape[1:]
-            row_size = math.prod(row_shape)
-            target = np.empty((sum(received_rows), *row_shape), array.dtype)
-            results.append(source.wrap(target))
-            span = Span(address_of(array), address_of(target), sum(self.splits) * row_size)
-            counts = tuple(rows * row_size for rows in received_rows)
-            splits = tuple(rows * row_size for rows in self.splits)
-            owners = (array, target)
-            calls.append(self.signature.make_call((span,), owners, name=self.name, counts=counts, splits=splits))
-        self._result = (results if self._is_list else results[0], np.array(received_rows, np.int64))
-        return tuple(calls)
-
-    def finish(self) -> Any:
-        self._sources = ()
-        return super().finish()
-
-
-class ScatterWork(Work):
-    """scatter of one array or of several with equally many rows. `splits` are those of the root; None elsewhere."""
-
-    __slots__ = ("_is_list", "_member_index", "_root", "_sources", "own_rows", "splits")
-
-    def __init__(
-        self,
-        signature: Signature,
-        name: str,
-        sources: Sequence[SendBuffer],
-        is_list: bool,
-        splits: tuple[int, ...] | None,
-        *,
-        size: int,
-        member_index: int,
-        root: int,
-    ) -> None:
-        super().__init__(signature, name)
-        self.splits = splits
-        self.own_rows = splits or (0,) * size
-        self._sources = sources
-        self._is_list = is_list
-        self._member_index = member_index
-        self._root = root
-        """As an index among the members."""
-
-    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
-        """One call per array."""
-        assert row_counts is not None
-        calls, results = [], []
-        for source in self._sources:
-            array = source.array
-            row_shape = array.shape[1:]
-            target = np.empty((row_counts[self._member_index], *row_shape), array.dtype)
-            results.append(source.wrap(target))
-            counts = tuple(rows * math.prod(row_shape) for rows in row_counts)
-            span = Span(address_of(array), address_of(target), target.size)
-            owners = (array, target)
-            calls.append(self.signature.make_call((span,), owners, name=self.name, peer=self._root, counts=counts))
-        self._result = results if self._is_list else results[0]
-        return tuple(calls)
-
-    def finish(self) -> Any:
-        self._sources = ()
-        return super().finish()
 
 
 class NegotiationWaits:

@@ -1,7 +1,8 @@
 """Everything between init() and shutdown(): the world, and the current one of this process.
 
 A World has the groups, the control thread, the recorder and what they need. Tests run many of them side by side; init()
-makes the current one, which the module-level functions use, and shutdown() ends it.
+makes the current one, which the module-level functions use, and shutdown() ends it. In an elastic job rejoin() replaces
+it by that of the next round.
 """
 
 from __future__ import annotations
@@ -13,18 +14,29 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ronde.comm.backends.base import InsideOperation, forked_error
 from ronde.comm.control_thread import ControlThread, JoinedRound
 from ronde.comm.group import Group
 from ronde.comm.joining import Groups, complete_settings, join_round
-from ronde.comm.named_operations import OpenChannels
+from ronde.comm.open_channels import OpenChannels
+from ronde.comm.reentry import InsideOperation, forked_error
 from ronde.comm.work import finish_callbacks
-from ronde.errors import Mismatch, NotInitialized, OperationTimeout, PeerLost, RondeError, RoundEnded
+from ronde.errors import (
+    JobFinished,
+    Mismatch,
+    NotInitialized,
+    OperationTimeout,
+    PeerLost,
+    RondeError,
+    RoundEnded,
+    StartFailed,
+)
 from ronde.net.addresses import host_name
+from ronde.net.connect import ConnectFailed
 from ronde.net.messages import ChangeGroups, LeaveReason, LeaveRound, TimelineRequest
 from ronde.observe.events import GroupAdded, GroupRemoved, Started, Stopped
 from ronde.observe.recorder import Recorder
@@ -35,6 +47,9 @@ from ronde.types import Deadline, check_group_ranks
 
 MIN_STOP_S = 2.0
 """How long the control thread may take to end, even if leaving the round took all of shutdown_s."""
+LOSS_NOTICE_S = 5.0
+"""How long the coordinator may take to report the loss of a rank that has closed its connections."""
+LOSS_CHECK_S = 0.01
 
 logger = logging.getLogger("ronde.comm")
 
@@ -42,16 +57,31 @@ logger = logging.getLogger("ronde.comm")
 class World:
     """One rank in one round: its groups and channels, its control thread and its recorder."""
 
-    def __init__(self, joined_round: JoinedRound, groups: Groups = ()) -> None:
-        settings, self.topology = joined_round.settings, joined_round.topology
+    def __init__(self, joined_round: JoinedRound, groups: Groups = (), *, rejoins: bool = False) -> None:
+        """If a rank is lost before the groups are made, it raises RoundEnded; with `rejoins` it has left the round then
+        to be in the next one."""
+        settings, topology = joined_round.settings, joined_round.topology
         self.settings = settings
-        self.rank = self.topology.rank
-        self.size = self.topology.size
-        host = host_name(self.topology.members[self.rank].host)
+        """In an elastic job rank and size are those that the launcher gave to the process."""
+        self.topology = topology
+        self.rank, self.size = joined_round.candidate or (topology.rank, topology.size)
+        self.is_candidate = joined_round.candidate is not None
+        """Whether this process is in a round of its own until it can be in one of the elastic job that it has come to.
+        Then rank and size are those that it would have there, and it cannot train."""
+        self.local_rank = max(settings.slot, 0) if self.is_candidate else topology.local_rank
+        self.change_wanted = False
+        """Whether this rank knows that ranks want to join or that itself has to leave. Set by the control thread, or by
+        the handler of a signal."""
+        self.change_agreed = False
+        """Whether, at the end of this step, all members leave the round to join the next one. Set by the reducer of
+        gradients, on all members alike, when the change_wanted of one of them was set."""
+        self.change_checked = False
+        """Whether the members have exchanged change_wanted in this step."""
+        host = host_name(topology.members[topology.rank].host)
         self.recorder = Recorder(self.rank)
         self.recorder.set_tracing(bool(settings.timeline), label=host)
         self.joined_round = joined_round
-        self._open_channels = OpenChannels(self.rank, self.size, joined_round.backend, self.recorder, settings)
+        self._open_channels = OpenChannels(topology.rank, topology.size, joined_round.backend, self.recorder, settings)
         self._close_lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
         self._timeline_lock = threading.Lock()
         self._closed = False
@@ -59,18 +89,24 @@ class World:
         """The process that is the rank."""
         self.is_in_child = False
         """Whether this is the copy of a forked child, which answers questions about the rank and refuses the rest."""
-        self.control_thread = ControlThread(joined_round, self._open_channels, self.recorder)
+        self.control_thread = ControlThread(joined_round, self._open_channels, self.recorder, self._want_change)
+        if joined_round.is_elastic:  # a rank that is suspended meanwhile is declared lost before that
+            self._open_channels.open_timeout_s = settings.elastic_timeout_s
         self._groups: dict[int, Group] = {}
         _open_worlds.add(self)
         try:
             self.control_thread.start()
-            for id, ranks in enumerate((tuple(range(self.size)), *groups)):
+            for id, ranks in enumerate((tuple(range(topology.size)), *groups)):
                 self._groups[id] = self._make_group(id, ranks)
             self.group = self._groups[0]
             """All ranks."""
         except BaseException as error:
-            self.close(orderly=False, why=f"it could not start: {error}")
+            if rejoins and isinstance(error, RondeError) and self._await_loss():
+                self.close(LeaveReason.REJOINING)
+                raise RoundEnded("a rank was lost when the round began") from error
+            self.close(LeaveReason.FAILED, f"it could not start: {error}")
             raise
+        self.control_thread.opening_since_ns = None
         self._open_channels.open_timeout_s = settings.operation_s
         self.recorder.record_event(
             Started(
@@ -79,7 +115,7 @@ class World:
                 size=self.size,
                 host=host,
                 pid=os.getpid(),
-                worker=self.topology.members[self.rank].worker,
+                worker=topology.members[topology.rank].worker,
                 backend=joined_round.backend.name,
             )
         )
@@ -90,6 +126,8 @@ class World:
 
     def add_group(self, ranks: Iterable[int]) -> Group:
         """A new group of these ranks. Every rank of the world calls it, with the same ranks and in the same order."""
+        if self.is_candidate:
+            raise refused_to_candidate("add_group()")
         members = check_group_ranks(ranks, self.size)
         id = self._request_groups(ChangeGroups(members))
         group = self._groups[id] = self._make_group(id, members)
@@ -115,11 +153,46 @@ class World:
         """End the timeline and complete its file. It does nothing if no timeline is being written."""
         self._request_timeline(TimelineRequest(""))
 
+    @property
+    def can_rejoin(self) -> bool:
+        """Whether the job may go on when this round is over: an elastic one, or one whose coordinator is in rank 0."""
+        if self.is_candidate:
+            return True
+        settings, has_coordinator = self.settings, self.joined_round.liveness_fd >= 0
+        return has_coordinator and settings.backend != "mpi" and (settings.elastic or not settings.coordinator_hosted)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a rank is lost, or the round has ended."""
+        return self._open_channels.error_for(range(self.topology.size)) is not None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether others can get the state of training from this process: not before it has got it, if it has come to
+        an elastic job under way."""
+        return _state.has_state
+
+    @has_state.setter
+    def has_state(self, has_state: bool) -> None:
+        _state.has_state = has_state
+
+    def finish(self) -> None:
+        """Wait until all ranks of an elastic job have done their work. Collective. When this rank leaves, the others
+        learn that the job is finished; until then, operations go on to work."""
+        self.group.barrier()
+        self.control_thread.is_finished = True
+        if self.is_over:  # a rank was lost in the barrier, and others may not be through
+            self.control_thread.leave(LeaveRound(LeaveReason.FINISHED), Deadline(self.settings.shutdown_s))
+
     def close(
-        self, orderly: bool = True, why: str = "", *, error: BaseException | None = None, at_exit: bool = False
+        self,
+        reason: LeaveReason = LeaveReason.SHUTDOWN,
+        why: str = "",
+        *,
+        error: BaseException | None = None,
     ) -> None:
-        """Leave the round and free everything. Idempotent. `error` is the exception that ended the script; `at_exit`
-        means that it ended without shutdown().
+        """Leave the round and free everything. Idempotent. `error` is the exception that ended the script, if one has;
+        then the reason is FAILED. A rank that is REJOINING keeps the coordinator that it hosts.
 
         A signal handler may call it in the middle of an operation, which then ends with RoundEnded when the handler has
         returned. So nothing in here may wait for the interrupted frame, except until a deadline.
@@ -131,15 +204,26 @@ class World:
                 return
             self._closed = True
         _open_worlds.discard(self)
-        self.recorder.record_event(Stopped(at_ns=time.monotonic_ns(), rank=self.rank, orderly=orderly, why=why))
+        if self.control_thread.is_finished and reason in (LeaveReason.SHUTDOWN, LeaveReason.SCRIPT_ENDED):
+            reason = LeaveReason.FINISHED
+        if reason is LeaveReason.REJOINING:
+            self.joined_round.hosting = self.joined_round.hosting.pop_all()
+        stopped = Stopped(at_ns=time.monotonic_ns(), rank=self.rank, orderly=reason.is_orderly, why=why)
+        self.recorder.record_event(stopped)
         deadline = Deadline(self.settings.shutdown_s)
         try:
+            # Nobody waits for what is left of a round when all go to the next one.
+            is_last = reason.is_orderly and reason is not LeaveReason.REJOINING
+            sends_rest = is_last and self._open_channels.closed_error is None
+            # Half of the time is for handlers and posts, the rest for what else is to be sent.
+            handlers_deadline = Deadline(deadline.remaining_s / 2 if sends_rest else 0.0)
             for group in self.groups:
-                group.close_mailboxes()
-            if orderly and self._open_channels.closed_error is None:
+                group.leave_mailboxes(handlers_deadline)
+            if sends_rest:
                 self.joined_round.backend.flush(deadline)
-            self.control_thread.leave(_make_leave(orderly, why, error, at_exit), deadline)
-            self._open_channels.shut(RoundEnded(f"the round is over: {why or 'shutdown() was called'}"))
+            self.control_thread.leave(_make_leave(reason, why, error), deadline)
+            ending = "this rank goes on to the next one" if reason is LeaveReason.REJOINING else "shutdown() was called"
+            self._open_channels.stop_opening(RoundEnded(f"the round is over: {why or ending}"))
             self.control_thread.end_requests()
             for group in self.groups:
                 group.close()
@@ -159,9 +243,20 @@ class World:
         for group in self.groups:
             group.refuse_in_child(error)
 
+    def _want_change(self) -> None:
+        self.change_wanted = True
+
+    def _await_loss(self) -> bool:
+        """Wait until the coordinator has reported the loss of a rank, and return whether it has. What a rank that dies
+        leaves half done is noticed earlier than its death."""
+        deadline = Deadline(LOSS_NOTICE_S)
+        while not self.is_over and not deadline.expired:
+            time.sleep(LOSS_CHECK_S)
+        return self.is_over and not self.control_thread.coordinator_is_gone
+
     def _make_group(self, id: int, ranks: tuple[int, ...]) -> Group:
-        object_key = self.joined_round.object_key
-        group = Group(id, ranks, self.rank, self._open_channels, self.control_thread, object_key=object_key)
+        object_key, rank = self.joined_round.object_key, self.topology.rank
+        group = Group(id, ranks, rank, self._open_channels, self.control_thread, object_key=object_key)
         if id:
             self.recorder.record_event(GroupAdded(at_ns=time.monotonic_ns(), rank=self.rank, group=id, ranks=ranks))
         return group
@@ -182,13 +277,10 @@ class World:
             raise ValueError(reason)
 
 
-def _make_leave(orderly: bool, why: str, error: BaseException | None, at_exit: bool) -> LeaveRound:
-    if orderly:
-        return LeaveRound(LeaveReason.SCRIPT_ENDED if at_exit else LeaveReason.SHUTDOWN, why)
+def _make_leave(reason: LeaveReason, why: str, error: BaseException | None) -> LeaveRound:
     if error is None:
-        return LeaveRound(LeaveReason.FAILED, why)
+        return LeaveRound(reason, why)
     missing = error.missing if isinstance(error, RondeError) else ()
-    reason = LeaveReason.FAILED
     if isinstance(error, Mismatch):
         reason = LeaveReason.MISMATCHED
     elif missing or isinstance(error, OperationTimeout):
@@ -207,6 +299,8 @@ class _ProcessState:
     joining_ended: RoundEnded | None = None
     """Why init() must not go on: a signal handler has called shutdown() in the middle of it."""
     leaves_at_exit = False
+    has_state = True
+    """As World.has_state."""
     worlds_of_parent: tuple[World, ...] = ()
     """In a forked child: the worlds that it inherited, kept so that nothing of them is finalized before its end."""
 
@@ -220,8 +314,9 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
     """Join the round, together with all other ranks. It does nothing if this rank is already in a round.
 
     A setting comes from the first of these that has it: an argument, the environment (RONDE_*), the variables of the
-    launcher that started this process, the default. `groups` are sets of ranks, the same on all ranks; ronde.groups()
-    returns the groups made of them.
+    launcher that started this process, the default. Settings that the coordinator uses, such as `timeline`, have to be
+    given to `ronde run` if that has started the ranks. `groups` are sets of ranks, the same on all ranks;
+    ronde.groups() returns the groups made of them.
     """
     if _state.world is not None:
         if _state.world.is_in_child:
@@ -229,22 +324,100 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
         return
     if _state.joining_thread:
         raise RondeError("init() is under way in this process, and was called again by another thread or a handler")
-    try:
-        _state.joining_thread = threading.get_ident()
+    with _joining():
         loaded = complete_settings(settings)
         sorted_groups = tuple(check_group_ranks(ranks, loaded.size) for ranks in groups)
         joined_round = join_round(loaded, sorted_groups, _state.num_rounds)
+        if joined_round.candidate is not None:
+            sorted_groups = ()  # the others are not there
+        _state.has_state = joined_round.candidate is None
+        _begin_round(joined_round, sorted_groups, rejoins=loaded.elastic)
+    if not _state.leaves_at_exit:
+        _state.leaves_at_exit = True
+        atexit.register(_leave_at_exit)
+
+
+def rejoin(*, progress: int = -1) -> World:
+    """Leave the round, or what is left of it after a loss, to be in the next one of the elastic job, and return its
+    world when it has begun. The groups of the round are gone. `progress` is a number that grows with training, if the
+    caller knows one: an error of the script that comes again and again without progress ends the job.
+
+    It raises JobFinished if nobody needs this process any more, LeftBehind if the others have gone on without it,
+    StateLost if all that could have given it the state are lost, and StartFailed if there will be no further round.
+    """
+    world, _state.world = current_world("rejoin()"), None
+    with _joining():
+        try:
+            world.close(LeaveReason.SHUTDOWN if world.is_candidate else LeaveReason.REJOINING)
+            if world.control_thread.coordinator_is_gone:
+                raise StartFailed(_describe_lost_coordinator(world.joined_round.coordinator_rank))
+        except BaseException:
+            world.joined_round.hosting.close()
+            raise
+        try:
+            return _begin_round(_join_next(world.joined_round, progress), rejoins=True)
+        except JobFinished:
+            _state.world = world  # it is closed; only rank() and size() still answer
+            raise
+
+
+@contextmanager
+def _joining() -> Iterator[None]:
+    """While this thread joins a round, so that a signal handler that calls shutdown() can end that."""
+    try:
+        _state.joining_thread = threading.get_ident()
+        yield
+    finally:
+        _state.joining_thread, _state.joining_ended = 0, None
+
+
+def _join_next(joined_round: JoinedRound, progress: int = -1) -> JoinedRound:
+    """Join the round after the one that this process has left, at the same coordinator."""
+    try:
+        return join_round(
+            *(joined_round.settings, (), _state.num_rounds),
+            ready=True,
+            has_state=_state.has_state,
+            address=joined_round.coordinator_address,
+            hosting=joined_round.hosting,
+            progress=progress,
+        )
+    except ConnectFailed as error:
+        raise StartFailed(_describe_lost_coordinator(joined_round.coordinator_rank)) from error
+
+
+def _begin_round(joined_round: JoinedRound, groups: Groups = (), *, rejoins: bool) -> World:
+    """Make the world of the round that was joined, and let it be that of the process. With `rejoins`, if a rank is lost
+    meanwhile, it is that of the next round, without groups."""
+    while True:
         _state.num_rounds += 1
-        world = World(joined_round, sorted_groups)
+        try:
+            world = World(joined_round, groups, rejoins=rejoins)
+        except RoundEnded:
+            if not rejoins or _state.joining_ended is not None:
+                raise
+            joined_round, groups = _join_next(joined_round), ()
+            continue
         if _state.joining_ended is not None:  # the handler has caught what shutdown() raised
             world.close()
             raise _state.joining_ended
         _state.world = world
-    finally:
-        _state.joining_thread, _state.joining_ended = 0, None
-    if not _state.leaves_at_exit:
-        _state.leaves_at_exit = True
-        atexit.register(_leave_at_exit)
+        return world
+
+
+def _describe_lost_coordinator(rank: int) -> str:
+    if rank >= 0:
+        return (
+            f"rank {rank} is lost, and it hosted the coordinator of this job: the others cannot find each other. Start "
+            "the job again, from a checkpoint; jobs of `ronde run` survive the loss of any rank"
+        )
+    return "the launcher, which hosted the coordinator of this job, is gone; start the job again"
+
+
+def leave(reason: LeaveReason, why: str) -> None:
+    """As shutdown(), for another reason."""
+    world, _state.world = current_world("leave()"), None
+    world.close(reason, why)
 
 
 def shutdown() -> None:
@@ -275,6 +448,14 @@ def current_world(what: str = "this call") -> World:
     return world
 
 
+def refused_to_candidate(what: str) -> RondeError:
+    """What a process that waits to be in a round of an elastic job gets for a call that needs the other ranks."""
+    return RondeError(
+        f"{what}: this process has come to an elastic job that is under way, and is in none of its rounds yet; train "
+        "inside of ronde.elastic.run(), which joins the next one"
+    )
+
+
 def resolve_group(group: Group | None) -> Group:
     """The group, or that of all ranks."""
     return current_world().group if group is None else group
@@ -290,8 +471,10 @@ def _leave_at_exit() -> None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     try:
-        why = "exited without shutdown" if error is None else _describe_error(error)
-        world.close(orderly=error is None, why=why, error=error, at_exit=True)
+        if error is None:
+            world.close(LeaveReason.SCRIPT_ENDED, "exited without shutdown")
+        else:
+            world.close(LeaveReason.FAILED, _describe_error(error), error=error)
     except Exception:  # the process ends in any case
         logger.exception("leaving the round failed")
 

@@ -52,7 +52,7 @@ class InProcessCoordinator:
         with self._lock:
             now_ns = time.monotonic_ns()
             self._deliver(self._core.advance(now_ns))
-            if self._core.is_finished:
+            if not self._core.has_round:
                 self._core.close("")
             for client in self._clients:
                 client.set_due(self._core.next_due_ns(now_ns) / 1e9)

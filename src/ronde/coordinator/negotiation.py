@@ -20,19 +20,26 @@ has one operation of a name under way, announced here or there. So when all have
 and the same id can be given to what they agree on now. docs/internals/negotiation.md has the proof.
 
 Announcing a known id costs a few dictionary lookups, however many operations are pending. Numbers in requests come from
-the network and may be anything: nothing here relies on them before _find_mismatch() has checked them.
+the network and may be anything: nothing here relies on them before find_mismatch() has checked them.
 """
 
 from __future__ import annotations
 
-import enum
-import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
+from ronde.coordinator.operation_requests import (
+    describe_request,
+    find_mismatch,
+    find_received_rows,
+    find_row_counts,
+    title_of,
+)
 from ronde.net.messages import (
     MAX_SHARED_IDS,
     AgreedOperation,
@@ -45,23 +52,8 @@ from ronde.net.messages import (
     UnknownOperationId,
 )
 from ronde.observe.stalls import WaitingOperation
-from ronde.text import format_rank_answers, format_ranks, shorten
-from ronde.types import (
-    CPU,
-    JOINABLE,
-    REDUCING_KINDS,
-    ROOTED_KINDS,
-    VARIABLE_ROW_KINDS,
-    DType,
-    Op,
-    OperationKind,
-    can_be_joined,
-    find_reduction_error,
-)
-
-SPLIT_KINDS = (OperationKind.ALLTOALL, OperationKind.SCATTER)
-"""Kinds whose rows are split as `splits` says, once for all arrays of an operation."""
-NAMED_KINDS = (*REDUCING_KINDS, *VARIABLE_ROW_KINDS, OperationKind.BARRIER, OperationKind.BROADCAST)
+from ronde.text import format_ranks, shorten
+from ronde.types import CPU, JOINABLE, DType, Op, OperationKind, can_be_joined
 
 MAX_CACHED_OPERATIONS = 65_536
 """Idle operations that are remembered; the one that ran longest ago is forgotten first."""
@@ -71,157 +63,7 @@ MIN_STRAGGLER_DELAY_NS = 100_000
 MAX_STRAGGLERS = 8
 """Most stragglers that are reported, the last ones."""
 
-ComparedField = tuple[str, Callable[[OperationRequest], str]]
 FusionKey = tuple[int, int, int, float, float, str]
-
-
-def _title(request: OperationRequest) -> str:
-    """The start of an error text: `allreduce 'w'`, and the group if it is not the world."""
-    where = f" of group {request.group}" if request.group else ""
-    return f"{_format_kind(request)} {shorten(request.name)!r}{where}"
-
-
-def _describe(request: OperationRequest) -> str:
-    """The text for stall reports: `allreduce 'w' sum float32[3, 4]`."""
-    words = [_format_kind(request), repr(shorten(request.name))]
-    if request.kind in REDUCING_KINDS:
-        words.append(_format_op(request))
-    if request.shapes:
-        shapes = [f"[{', '.join(map(str, shape))}]" for shape in request.shapes[:4]]
-        words.append(f"{_format_dtype(request)}{' '.join(shapes)}{' …' if len(request.shapes) > 4 else ''}")
-    return " ".join(words)
-
-
-def _row_counts(
-    requests: Mapping[int, OperationRequest], common: OperationRequest, members: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """Return AgreedOperation.row_counts for valid requests, or a common one if there are none. None for kinds where all
-    members have the same number of rows; a member that has called join() has no request then."""
-    if common.kind in (OperationKind.ALLGATHER, OperationKind.GATHER):
-        return tuple(shape[0] for member in members for shape in requests.get(member, common).shapes)
-    if common.kind == OperationKind.ALLTOALL:
-        given = [requests.get(member, common) for member in members]
-        return tuple(itertools.chain(*(_splits_of(request, len(members)) for request in given)))
-    if common.kind == OperationKind.SCATTER:
-        return _splits_of(requests.get(common.root, common), len(members))
-    return None
-
-
-def _splits_of(request: OperationRequest, num_members: int) -> tuple[int, ...]:
-    if request.splits is not None:
-        return request.splits
-    least, more = divmod(request.shapes[0][0], num_members)
-    return tuple(least + (index < more) for index in range(num_members))
-
-
-def _find_mismatch(requests: Mapping[int, OperationRequest], members: tuple[int, ...]) -> str:
-    """Return why these requests, by rank, cannot run as one operation; empty if they can."""
-    ranks = sorted(requests)
-    first = requests[ranks[0]]
-    if any(requests[rank].kind != first.kind for rank in ranks):
-        kinds = format_rank_answers({rank: _format_kind(requests[rank]) for rank in ranks})
-        return f"operation {first.name!r}: ranks disagree on what it is: {kinds}"
-    if any(requests[rank] != first for rank in ranks):
-        for what, text in _compared_fields(first, requests):
-            answers = {rank: text(requests[rank]) for rank in ranks}
-            if len(set(answers.values())) > 1:
-                return f"{_title(first)}: ranks disagree on {what}: {format_rank_answers(answers)}"
-    errors = {rank: _find_invalid(requests[rank], members) for rank in ranks}
-    wrong = {rank: error for rank, error in errors.items() if error}
-    if len(wrong) == len(ranks) and len(set(wrong.values())) == 1:
-        return f"{_title(first)}: {wrong[ranks[0]]}"
-    return f"{_title(first)}: {format_rank_answers(wrong, verb=': ')}" if wrong else ""
-
-
-def _compared_fields(first: OperationRequest, requests: Mapping[int, OperationRequest]) -> Iterator[ComparedField]:
-    """What has to be equal on all members. The first difference in this order is reported."""
-    if first.kind not in NAMED_KINDS or first.kind == OperationKind.BARRIER:
-        return
-    yield "dtype", _format_dtype
-    yield "the device", lambda request: shorten(request.device)
-    if first.kind in REDUCING_KINDS:
-        yield "op", _format_op
-    if first.kind in ROOTED_KINDS:
-        yield "root", lambda request: str(request.root)
-    yield "the number of arrays", lambda request: str(len(request.shapes))
-    yield _first_unequal_shape(first, requests)
-    if first.kind in REDUCING_KINDS:
-        yield "prescale", lambda request: repr(request.prescale)
-        yield "postscale", lambda request: repr(request.postscale)
-
-
-def _first_unequal_shape(first: OperationRequest, requests: Mapping[int, OperationRequest]) -> ComparedField:
-    """Of a group of hundreds of arrays, only the first one that differs is shown."""
-    has_rows = first.kind in VARIABLE_ROW_KINDS
-
-    def text(shape: tuple[int, ...]) -> str:
-        """A shape; if its first dimension may differ, with a star in its place: `(*, 4)`."""
-        return f"(*{''.join(f', {dimension}' for dimension in shape[1:])})" if has_rows and shape else str(shape)
-
-    differing = (
-        index
-        for index, shape in enumerate(first.shapes)
-        if any(text(request.shapes[index]) != text(shape) for request in requests.values())
-    )
-    index = next(differing, 0)
-    what = "shape" if len(first.shapes) == 1 else f"the shape of array {index}"
-    return what, lambda request: text(request.shapes[index]) if request.shapes else ""
-
-
-def _find_invalid(request: OperationRequest, members: tuple[int, ...]) -> str:
-    """Return what is wrong with one request by itself."""
-    if request.kind not in NAMED_KINDS:
-        return f"{_format_kind(request)} is nothing that can be asked for by name"
-    if request.kind == OperationKind.BARRIER:
-        return ""
-    if request.dtype not in DType.__members__.values():
-        return f"{_format_dtype(request)} is not known"
-    if not request.shapes:
-        return "no arrays were given"
-    if any(dimension < 0 for shape in request.shapes for dimension in shape):
-        return f"a dimension below 0 in {', '.join(map(str, request.shapes))}"
-    if request.kind in (*VARIABLE_ROW_KINDS, OperationKind.REDUCE_SCATTER) and not all(request.shapes):
-        return "it needs arrays of at least 1 dimension, got a scalar"
-    if request.kind in ROOTED_KINDS and request.root not in members:
-        return f"root {request.root} is not a member ({format_ranks(members)})"
-    if request.kind in REDUCING_KINDS:
-        if request.op not in Op.__members__.values():
-            return f"{_format_op(request)} is not known"
-        scaled = (request.prescale, request.postscale) != (1.0, 1.0)
-        return find_reduction_error(OperationKind(request.kind), DType(request.dtype), Op(request.op), scaled=scaled)
-    return _find_invalid_splits(request, len(members)) if request.kind in SPLIT_KINDS else ""
-
-
-def _find_invalid_splits(request: OperationRequest, num_members: int) -> str:
-    rows = request.shapes[0][0]
-    if request.kind == OperationKind.ALLTOALL and any(shape[0] != rows for shape in request.shapes):
-        return f"its arrays must have equally many rows, got {', '.join(str(shape[0]) for shape in request.shapes)}"
-    if request.splits is None:
-        uneven = request.kind == OperationKind.ALLTOALL and rows % num_members
-        return f"{rows} rows are no equal shares for {num_members} members; give splits" if uneven else ""
-    if len(request.splits) != num_members:
-        return f"splits has {len(request.splits)} entries for {num_members} members"
-    if min(request.splits) < 0:
-        return f"splits {request.splits} has an entry below 0"
-    if sum(request.splits) > rows:
-        return f"splits {request.splits} asks for {sum(request.splits)} rows of an array with {rows}"
-    return ""
-
-
-def _format_kind(request: OperationRequest) -> str:
-    return _format_enum(OperationKind, request.kind, "kind")
-
-
-def _format_dtype(request: OperationRequest) -> str:
-    return _format_enum(DType, request.dtype, "dtype")
-
-
-def _format_op(request: OperationRequest) -> str:
-    return _format_enum(Op, request.op, "op")
-
-
-def _format_enum(type: type[enum.IntEnum], value: int, what: str) -> str:
-    return type(value).name.lower() if value in type.__members__.values() else f"{what} {value}"
 
 
 class Send(NamedTuple):
@@ -232,7 +74,6 @@ class Send(NamedTuple):
 
 
 _NOT_AGREED = AgreedOperation(0, "")
-_NOTHING_TO_SEND = Send((), RunOperations(0, ()))
 
 
 @dataclass(eq=False, slots=True)
@@ -245,8 +86,8 @@ class _GroupState:
     joined_mask: int = 0
     operations: dict[str, _NegotiatedOperation] = field(default_factory=dict)
     pending: dict[int, _NegotiatedOperation] = field(default_factory=dict)
-    closed_reason: str = ""
-    """Why nothing can run any more: a member is lost."""
+    is_closed: bool = False
+    """Whether a member is lost: nothing can run any more."""
     sharing_mask: int = 0
     """Members that can announce operations in shared memory: all of them or none, when they have said so."""
     shared_ids: dict[str, int] = field(default_factory=dict)
@@ -272,7 +113,9 @@ class _NegotiatedOperation:
     """Members that had joined when it ran last: what they would ask for is not known."""
     is_agreed: bool = False
     agreed_operation: AgreedOperation = _NOT_AGREED
-    run_message: Send = _NOTHING_TO_SEND
+    received_rows: dict[tuple[int, ...], tuple[int, ...]] | None = None
+    """Of an alltoall: numbers of rows, and the members to which they apply."""
+    run_messages: tuple[Send, ...] = ()
     fusion_key: FusionKey | None = None
     num_bytes: int = 0
     # While it is pending:
@@ -333,6 +176,16 @@ class _NegotiatedOperation:
             mask = self.group.member_mask & ~self.unknown_mask
             return self.request if mask >> rank & 1 else None
         return self.requests.get(rank)
+
+    def make_run_messages(self, stragglers: tuple[tuple[int, int], ...] = ()) -> tuple[Send, ...]:
+        """RunOperations for the members, who have agreed on it: one for all, or for those of equal row_counts."""
+        group, agreed = self.group, self.agreed_operation
+        if self.received_rows is None:
+            return (Send(group.members, RunOperations(group.id, (agreed,), stragglers)),)
+        return tuple(
+            Send(ranks, RunOperations(group.id, (msgspec.structs.replace(agreed, row_counts=rows),), stragglers))
+            for rows, ranks in self.received_rows.items()
+        )
 
     def reset(self) -> None:
         """It is not pending any more."""
@@ -409,17 +262,18 @@ class Negotiator:
         self._decide_ready()
         removed = self._groups.pop(group)
         for operation in removed.pending.values():
-            title = _title(operation.lowest_request())
+            title = title_of(operation.lowest_request())
             self._reject(operation, f"{title}: the group was removed before all members announced it")
         self._forget_all(removed)
         return removed.members
 
-    def rank_lost(self, rank: int, why: str) -> None:
-        """Let nothing more run in the groups of a lost rank. Rejects nothing: members that wait get RankLost."""
+    def rank_lost(self, rank: int) -> None:
+        """Let nothing more run in the groups of a lost rank. Rejects nothing, also not what is announced there from
+        now on: the members get RankLost or RanksLost."""
         self._decide_ready()
         for group in self._groups.values():
-            if not group.closed_reason and group.member_mask >> rank & 1:
-                group.closed_reason = f"rank {rank} is gone: {why}"
+            if not group.is_closed and group.member_mask >> rank & 1:
+                group.is_closed = True
                 self._forget_all(group)
 
     def share_ids(self, rank: int, group: int) -> None:
@@ -470,7 +324,7 @@ class Negotiator:
                     if mask not in ranks_of:
                         ranks_of[mask] = _ranks_in_mask(mask)
                 yield WaitingOperation(
-                    op=_describe(operation.lowest_request()),
+                    op=describe_request(operation.lowest_request()),
                     group=group.id,
                     since_ns=operation.since_ns,
                     missing=ranks_of[masks[0]],
@@ -493,8 +347,6 @@ class Negotiator:
                 self._sends.append(Send((rank,), UnknownOperationId(known)))
                 announcement.is_repeatable = False
             else:
-                if operation.request is None or operation.unknown_mask:  # the id means something else to each rank
-                    announcement.is_repeatable = False
                 self._count_announcement(operation, announcement, known_request, now_ns)
         if announcement.is_repeatable and announcement.operations:
             announcement.groups = tuple({op.group.id: op.group for op in announcement.operations}.values())
@@ -503,15 +355,17 @@ class Negotiator:
     def _announce_in_full(self, rank: int, announcement: _Announcement, request: OperationRequest, now_ns: int) -> None:
         bit = announcement.first_bit
         group = self._groups.get(request.group)
+        why = ""
         if group is None:
             why = f"group {request.group} does not exist, or was removed"
         elif not group.member_mask & bit:
             why = f"rank {rank} is not a member ({format_ranks(group.members)})"
-        else:
-            why = group.closed_reason
         if group is None or why:
-            reason = f"{_title(request)}: {why}"
+            reason = f"{title_of(request)}: {why}"
             self._sends.append(Send((rank,), OperationRejected(request.group, request.name, reason)))
+            announcement.is_repeatable = False
+            return
+        if group.is_closed:
             announcement.is_repeatable = False
             return
         if request.kind == OperationKind.JOIN:
@@ -546,6 +400,8 @@ class Negotiator:
             operation.first_request = request
         elif request is not operation.first_request and request != operation.first_request:
             operation.other_requests[rank] = request
+            announcement.is_repeatable = False
+        if operation.requests or operation.unknown_mask:  # each rank is compared with what it asked for last time
             announcement.is_repeatable = False
         if not operation.is_changed and request is not operation.request:
             operation.is_changed = operation.known_request(rank) != request
@@ -646,21 +502,24 @@ class Negotiator:
         is_allreduce = request.kind == OperationKind.ALLREDUCE
         # Checked when all have announced it, as every other mistake: then each member gets one answer.
         twice = _ranks_in_mask(operation.twice_mask)
-        why = f"{_title(request)}: {format_ranks(twice)} announced it again while it was under way" if twice else ""
+        why = f"{title_of(request)}: {format_ranks(twice)} announced it again while it was under way" if twice else ""
         # A request that all have in common is checked once.
-        why = why or _find_mismatch(requests or {group.members[0]: request}, group.members)
+        why = why or find_mismatch(requests or {group.members[0]: request}, group.members)
+        joined: tuple[int, ...] = ()
         if not why and not everybody:
             if not is_allreduce or not can_be_joined(DType(request.dtype), Op(request.op)) or request.device != CPU:
-                joined = format_ranks(_ranks_in_mask(group.member_mask & ~announced_mask))
+                joined = _ranks_in_mask(group.member_mask & ~announced_mask)
                 where = " of memory of the CPU" if request.device != CPU else ""
-                why = f"{_title(request)}: {joined} called join() and takes part {JOINABLE}{where}"
+                why = f"{title_of(request)}: {format_ranks(joined)} called join() and takes part {JOINABLE}{where}"
         if why:
-            self._reject(operation, why)
+            self._reject(operation, why, joined)
             self._forget(operation)
             return False
-        rows = _row_counts(requests, request, group.members)
+        rows = find_row_counts(requests, request, group.members)
         operation.agreed_operation = AgreedOperation(operation.id, operation.name, row_counts=rows)
-        operation.run_message = Send(group.members, RunOperations(group.id, (operation.agreed_operation,)))
+        is_alltoall = request.kind == OperationKind.ALLTOALL
+        operation.received_rows = find_received_rows(requests, request, group.members) if is_alltoall else None
+        operation.run_messages = operation.make_run_messages()
         operation.fusion_key = None
         if self._fusion_bytes and is_allreduce and request.op != Op.ADASUM:  # Adasum looks at each tensor as a whole
             scales = (request.prescale, request.postscale)
@@ -677,8 +536,8 @@ class Negotiator:
         stragglers = _stragglers(batch)
         if any([operation.unknown_mask for operation in batch]):
             self._run_batch_with_joined(batch, stragglers)
-        elif len(batch) == 1 and not stragglers:
-            self._sends.append(batch[0].run_message)
+        elif len(batch) == 1:
+            self._sends += batch[0].make_run_messages(stragglers) if stragglers else batch[0].run_messages
         else:
             agreed = tuple([operation.agreed_operation for operation in batch])
             self._sends.append(Send(group.members, RunOperations(group.id, agreed, stragglers)))
@@ -707,7 +566,7 @@ class Negotiator:
         if agreed.shared_id != shared_id:
             agreed = AgreedOperation(agreed.id, agreed.name, row_counts=agreed.row_counts, shared_id=shared_id)
             operation.agreed_operation = agreed
-            operation.run_message = Send(group.members, RunOperations(group.id, (agreed,)))
+            operation.run_messages = operation.make_run_messages()
 
     def _revoke(self, group: _GroupState, shared_id: int) -> None:
         """Bring the members back to the coordinator, if they announce this operation in shared memory."""
@@ -741,9 +600,9 @@ class Negotiator:
             )
             self._sends.append(Send(_ranks_in_mask(part), RunOperations(group.id, items, stragglers)))
 
-    def _reject(self, operation: _NegotiatedOperation, why: str) -> None:
+    def _reject(self, operation: _NegotiatedOperation, why: str, joined: tuple[int, ...] = ()) -> None:
         announced = _ranks_in_mask(operation.announced_mask)
-        rejected = OperationRejected(operation.group.id, operation.name, shorten(why, MAX_ERROR_CHARS))
+        rejected = OperationRejected(operation.group.id, operation.name, shorten(why, MAX_ERROR_CHARS), joined)
         self._sends.append(Send(announced, rejected))
 
     def _end_pending(self, operation: _NegotiatedOperation) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
 from ronde.coordinator.negotiation import Send
-from ronde.coordinator.rounds import NEVER_NS, PendingRound, Round
+from ronde.coordinator.rounds import NEVER_NS, Round
 from ronde.net.messages import (
     ActivityReport,
+    JoinRound,
     LeaveReason,
     SetTracing,
     StackReply,
@@ -25,7 +26,6 @@ from ronde.observe.activity import ActivityTracker, JobActivity, RankActivity, R
 from ronde.observe.stacks import RankStack
 from ronde.observe.stalls import describe_silence
 from ronde.observe.timeline import TimelineWriter
-from ronde.text import format_ranks
 from ronde.types import Member
 
 OnStacks: TypeAlias = "Callable[[tuple[RankStack, ...]], None]"
@@ -41,15 +41,31 @@ class _StackQuery:
     replies: dict[int, StackReply] = field(default_factory=dict)
 
 
+class JoiningRanks(Protocol):
+    """The ranks that are not in the round: PendingRound, or ElasticRounds by the ranks of the newest round."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def joins(self) -> Mapping[int, JoinRound]: ...
+
+    @property
+    def exit_reasons(self) -> Mapping[int, str]:
+        """The ranks whose process has ended, and how."""
+
+    def describe_start(self) -> str:
+        """Return what follows the name of a rank that is joining."""
+
+
 class RankQueries:
     """Answers about all ranks: those of the newest round, those that are joining the next, and those that ended."""
 
-    def __init__(self, pending_round: PendingRound, process_state: Callable[[Member], str]) -> None:
-        self._size = pending_round.size
-        self._pending_round = pending_round
+    def __init__(self, joining: JoiningRanks, process_state: Callable[[Member], str]) -> None:
+        self.joining = joining
         self._process_state = process_state
         self._round: Round | None = None
-        self._activity_tracker = ActivityTracker(self._size, 0)
+        self._activity_tracker = ActivityTracker(joining.size, 0)
         self._stack_queries: dict[int, _StackQuery] = {}
         self._closed = False
         self._last_query_id = 0
@@ -57,7 +73,7 @@ class RankQueries:
 
     def start_round(self, round: Round, now_ns: int) -> None:
         self._round = round
-        self._activity_tracker = ActivityTracker(self._size, now_ns)
+        self._activity_tracker = ActivityTracker(self.joining.size, now_ns)
 
     # --- activity --------------------------------------------------------------------------------------------------
 
@@ -80,10 +96,10 @@ class RankQueries:
         number = self._round.number if self._round is not None else -1
         if self._round is not None and not self._round.present:
             self._activity_tracker.stragglers.finish()
-        starting = self._describe_start()
+        starting = self.joining.describe_start()
         ranks = tuple(self._with_state(known, starting) for known in self._activity_tracker.snapshot(now_ns))
         running = {each.rank: each.holding_up for each in ranks if each.state == "running"}
-        return JobActivity(size=self._size, round=number, slowest=find_slowest(running), ranks=ranks)
+        return JobActivity(size=self.joining.size, round=number, slowest=find_slowest(running), ranks=ranks)
 
     def _with_state(self, known: RankActivity, starting: str) -> RankActivity:
         rank, held_up_s, holding_up = known.rank, known.held_up_s, known.holding_up
@@ -135,8 +151,8 @@ class RankQueries:
         query.on_done(self._rank_stacks(query.replies))
 
     def _rank_stacks(self, replies: Mapping[int, StackReply]) -> tuple[RankStack, ...]:
-        stacks, starting = [], self._describe_start()
-        for rank in range(self._size):
+        stacks, starting = [], self.joining.describe_start()
+        for rank in range(self.joining.size):
             member = self._find_member(rank)
             line, stack, why = "", "", ""
             if rank in replies:
@@ -152,35 +168,29 @@ class RankQueries:
 
     # --- ranks -----------------------------------------------------------------------------------------------------
 
-    def _describe_start(self) -> str:
-        """Return what follows the name of a rank that is joining."""
-        joins = self._pending_round.joins
-        missing = [other for other in range(self._size) if other not in joins]
-        return f"is in init(){f', which waits for {format_ranks(missing)}' if missing else ''}"
-
     def _rank_state(self, rank: int, starting: str) -> tuple[RankState, str]:
         """Return the state of a rank, and what more is known about it as text for the user. `starting` is that of all
         that are joining."""
-        round, pending = self._round, self._pending_round
+        round, joining = self._round, self.joining
         if round is not None and rank in round.present:
             return "running", ""
-        if rank in pending.joins:
+        if rank in joining.joins:
             return "starting", starting
         end = round.membership_end(rank) if round is not None else None
         if end is not None and not end.reason.is_orderly:
             return "lost", end.description
-        if rank in pending.exit_reasons:
+        if rank in joining.exit_reasons:
             state: RankState = "left" if round is not None else "lost"
-            return state, f"its process has ended: {pending.exit_reasons[rank]}"
+            return state, f"its process has ended: {joining.exit_reasons[rank]}"
         if end is not None and end.reason is LeaveReason.SCRIPT_ENDED:
             return "left", "has come to the end of its script"
-        if round is not None:
-            return "left", "has left the round by shutdown()"
+        if end is not None:
+            return "left", end.description.removeprefix("it ")
         return "starting", "has not called ronde.init() yet"
 
     def _find_member(self, rank: int) -> Member:
-        if rank in self._pending_round.joins:
-            return self._pending_round.joins[rank].member
+        if rank in self.joining.joins:
+            return self.joining.joins[rank].member
         return self._round.members[rank] if self._round is not None else Member(rank, "", 0, "")
 
 

@@ -1,20 +1,20 @@
-"""Rounds: which ranks have joined the next one, and what happens in one until its last member has left. Without I/O.
+"""A round: what happens from its start until its last member has left. Without I/O.
 
-PendingRound decides whether the next round starts, is refused or has to wait. Round combines the negotiation of named
-operations, changes of groups, and the search for operations that have waited too long.
+It combines the negotiation of named operations, changes of groups, and the search for operations that have waited too
+long. joining decides when a round starts.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
+from ronde.coordinator.joining import find_group_error
 from ronde.coordinator.negotiation import Negotiator, Send
 from ronde.net.messages import (
     LEAVE_GRACE_S,
-    VERSION,
     AbortChannel,
     AnnounceOperations,
     CanShareIds,
@@ -22,7 +22,6 @@ from ronde.net.messages import (
     ChannelAborted,
     CoordinatorMessage,
     GroupsChanged,
-    JoinRound,
     LeaveReason,
     MissingRanks,
     MissingRanksQuery,
@@ -36,10 +35,10 @@ from ronde.net.messages import (
     WorkerMessage,
 )
 from ronde.observe.stacks import GONE, RankStack
-from ronde.observe.stalls import StallInspector, WaitingOperation, Whereabouts, describe_silence, describe_stall
-from ronde.settings import Settings, describe_settings
-from ronde.text import format_rank_answers, format_ranks, shorten
-from ronde.types import Member, check_group_ranks
+from ronde.observe.stalls import FailureStacks, StallInspector, WaitingOperation, describe_silence, describe_stall
+from ronde.settings import Settings
+from ronde.text import escape_surrogates, format_rank_answers
+from ronde.types import Member
 
 STACK_REPLY_TIMEOUT_S = 1.0
 """How long a missing rank may take to answer a StackRequest."""
@@ -52,9 +51,6 @@ MAX_PROMPT_NOTICES = 256
 one makes others fail, and a message to each member about each other one would be millions."""
 LOSS_NOTICE_INTERVAL_NS = 20_000
 """That time, for each member."""
-MAX_VALUE_CHARS = 400
-MAX_NAMED_RANKS = 16
-"""Of ranks that have not joined yet; when there are more, only their number is shown until the time is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +68,11 @@ class MembershipEnd:
     """If it failed because another rank was gone: that rank."""
 
     @property
+    def is_own_error(self) -> bool:
+        """Whether an exception of its script has ended it, and not the loss of another rank."""
+        return self.reason is LeaveReason.FAILED and self.lost_peer is None
+
+    @property
     def description(self) -> str:
         """For errors and reports. The rank is the subject."""
         return self.detail or _LEAVE_REASON_TEXTS[self.reason]
@@ -87,7 +88,14 @@ _LEAVE_REASON_TEXTS = {
     LeaveReason.PROCESS_GONE: "its process is gone",
     LeaveReason.UNREACHABLE: "its host cannot be reached",
     LeaveReason.MESSAGES_LOST: "messages between it and the coordinator got lost",
+    LeaveReason.REJOINING: "it has left for the next round",
+    LeaveReason.PREEMPTED: "it was told to go, and has left in good order",
+    LeaveReason.FINISHED: "it has finished the job",
+    LeaveReason.SUSPENDED: "it was silent for too long and was left behind",
 }
+
+
+_GOOD_ENDS = (LeaveReason.SHUTDOWN, LeaveReason.REJOINING, LeaveReason.PREEMPTED, LeaveReason.FINISHED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,208 +104,6 @@ class LostPeer:
 
     rank: int
     error: str
-
-
-# --- the next round --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class JoinDecision:
-    """Whether the next round starts (with `members`), is refused, or has to wait; and why, as text for the user."""
-
-    reason: str
-    members: tuple[Member, ...] | None = None
-    refused: bool = False
-    exited: tuple[int, ...] = ()
-    """The ranks because of whose exit the round is refused."""
-
-
-@dataclass(slots=True)
-class PendingRound:
-    """The ranks that have joined the next round."""
-
-    size: int
-    start_timeout_s: float
-    joins: dict[int, JoinRound] = field(default_factory=dict)
-    exit_reasons: dict[int, str] = field(default_factory=dict)
-    """Ranks whose process has ended, and how; until another process of the rank connects."""
-    withdrawn: dict[int, str] = field(default_factory=dict)
-    """Ranks that had joined and left again before the round started."""
-    duplicates: set[int] = field(default_factory=set)
-    """Ranks that two living processes claim to be."""
-    first_join_ns: int = 0
-    may_differ: bool = False
-    """Whether a rank has joined since all were compared, with something else than another one."""
-    may_be_invalid: bool = False
-    """Whether a rank has joined that has not been found to be like a valid one."""
-    refusal: JoinDecision | None = None
-    """Why the last round was refused. Ranks that join late get the same reason, until a refused one connects again."""
-    refused_ranks: set[int] = field(default_factory=set)
-
-    def join(self, rank: int, join: JoinRound, now_ns: int) -> None:
-        """A rank asks to be a member. It may ask again while it waits. The late message of a process that has ended is
-        ignored: connected() comes before the join of a new process."""
-        if rank in self.exit_reasons:
-            return
-        if not self.joins:
-            self.first_join_ns = now_ns
-        self.withdrawn.pop(rank, None)
-        # Every rank is compared with one other: with thousands of them all values are looked at only to report them.
-        other = next(iter(self.joins.values()), None)
-        is_alike = other is not None and _are_alike(join, other)
-        self.may_differ = self.may_differ or (other is not None and not is_alike)
-        self.may_be_invalid = self.may_be_invalid or not is_alike or join.member.rank != rank
-        self.joins[rank] = join
-
-    def connected(self, rank: int) -> None:
-        """A process of this rank has connected, whatever became of a former one."""
-        self.exit_reasons.pop(rank, None)
-        self.withdrawn.pop(rank, None)
-        if rank in self.refused_ranks:
-            self.refusal = None
-            self.refused_ranks.clear()
-
-    def exited(self, rank: int, why: str) -> None:
-        """The rank's process has ended: nobody has to wait for it, in this round or a later one."""
-        self.joins.pop(rank, None)
-        self.exit_reasons[rank] = why
-
-    def withdraw(self, rank: int, why: str) -> None:
-        """A rank that had joined has left: this round is refused, the next one may start."""
-        if self.joins.pop(rank, None) is not None and self.joins:
-            self.withdrawn[rank] = why
-
-    @property
-    def num_missing(self) -> int:
-        return self.size - len(self.joins)
-
-    def decide(self, now_ns: int, connected: Set[int], still_in_round: Set[int] = frozenset()) -> JoinDecision:
-        """Decide whether the round starts, is refused or has to wait. At least one rank has joined.
-
-        It starts when every rank has joined, has an open liveness connection (`connected`, which counts only then), and
-        has left the round before: the death of a member without a connection would go unnoticed. Called after every
-        event, so as long as many ranks are missing it looks at none of them.
-        """
-        refusal = self.refusal or self._find_refusal()
-        if refusal is not None:
-            return refusal
-        waited_s = (now_ns - self.first_join_ns) / 1e9
-        is_late = waited_s >= self.start_timeout_s
-        if self.num_missing > MAX_NAMED_RANKS and not is_late:
-            return JoinDecision(f"waiting for {self.num_missing} of {self.size} ranks")
-        ranks = range(self.size)
-        missing = [rank for rank in ranks if rank not in self.joins]
-        unconnected = [rank for rank in ranks if rank not in connected]
-        difference = self._find_difference()
-        if difference and not missing:  # all can be told: a coordinator in rank 0 ends with the refusal
-            return JoinDecision(difference, refused=True)
-        if missing or still_in_round:
-            waiting = f"{format_ranks(missing or still_in_round)} of {self.size}"
-            busy = f" ({format_ranks(still_in_round)} still in the round before)" if still_in_round else ""
-            late, hint = f"did not join within {{}} s{busy}", "give them more time with start_s (RONDE_START_S)"
-        elif unconnected:
-            waiting, busy = f"the connection of {format_ranks(unconnected)} of {self.size}", ""
-            late, hint = "was not there within {} s", "whether the coordinator's host is overloaded"
-        else:
-            members = tuple(self.joins[rank].member for rank in ranks)
-            return JoinDecision(f"all {self.size} ranks are here", members=members)
-        if not is_late:
-            return JoinDecision(f"waiting for {waiting}{busy}")
-        too_late = f"{waiting} {late.format(f'{waited_s:.3g}')}; look at their output, or {hint}"
-        return JoinDecision(difference or too_late, refused=True)
-
-    def clear(self, decision: JoinDecision) -> tuple[int, ...]:
-        """The decision was carried out. Returns the ranks it was about, which are no longer joining."""
-        ranks = tuple(sorted(self.joins))
-        if decision.refused:
-            self.refusal = decision
-            self.refused_ranks.update(ranks)
-        self.joins.clear()
-        self.withdrawn.clear()
-        self.duplicates.clear()
-        self.may_differ = self.may_be_invalid = False
-        return ranks
-
-    def _find_refusal(self) -> JoinDecision | None:
-        """Return the refusal if the round can never start, and None if it can."""
-        if self.duplicates:
-            who = format_ranks(self.duplicates)
-            return JoinDecision(f"two processes say that they are {who}; give each its own RONDE_RANK", refused=True)
-        ended = {
-            rank: f"ended before the round began ({why})"
-            for rank, why in {**self.withdrawn, **self.exit_reasons}.items()
-            if rank not in self.joins
-        }
-        if ended:
-            return JoinDecision(format_rank_answers(ended, verb=" "), refused=True, exited=tuple(sorted(ended)))
-        if not self.may_be_invalid:
-            return None
-        errors = (_find_join_error(rank, join, self.size) for rank, join in self.joins.items())
-        found = next((error for error in errors if error), None)
-        self.may_be_invalid = found is not None
-        return JoinDecision(self._find_difference() or found, refused=True) if found else None
-
-    def _find_difference(self) -> str:
-        """Return the first thing that must be equal on all ranks and is not, with what each has; empty if all are."""
-        if not self.may_differ:
-            return ""
-        joins = self.joins.items()
-        same_ronde = "install the same ronde on all hosts"
-        compared: list[tuple[str, dict[int, str], str]] = [  # what, by rank its value, what to do
-            ("the version of the protocol", {rank: str(join.version) for rank, join in joins}, same_ronde),
-            ("the number of ranks", {rank: str(join.size) for rank, join in joins}, "check RONDE_SIZE"),
-            (
-                "the groups to begin with",
-                {rank: ", ".join(map(_format_rank_list, join.groups)) or "none" for rank, join in joins},
-                "check the groups given to init()",
-            ),
-        ]
-        variables = {setting.name: setting.env for setting in describe_settings()}
-        for name in dict.fromkeys(name for _, join in joins for name in join.must_be_equal):
-            values = {rank: join.must_be_equal.get(name, "nothing") or "empty" for rank, join in joins}
-            hint = f"give all ranks the same {variables[name]}" if name in variables else same_ronde
-            compared.append((shorten(name), values, hint))
-        for what, values, hint in compared:
-            if len(set(values.values())) > 1:
-                shown = {rank: shorten(value, MAX_VALUE_CHARS) for rank, value in values.items()}
-                return f"ranks disagree on {what}: {format_rank_answers(shown)}; {hint}"
-        self.may_differ = False
-        return ""
-
-
-def _are_alike(join: JoinRound, other: JoinRound) -> bool:
-    """Return whether two ranks give the same for all that must be equal."""
-    return (join.version, join.size, join.groups) == (other.version, other.size, other.groups) and (
-        join.must_be_equal == other.must_be_equal
-    )
-
-
-def _find_join_error(rank: int, join: JoinRound, size: int) -> str:
-    if join.version != VERSION:
-        return (
-            f"rank {rank} speaks version {join.version} of the protocol, the coordinator {VERSION}; install one ronde"
-        )
-    if join.size != size:
-        return f"rank {rank} has a job of {join.size} ranks, the coordinator one of {size}; check RONDE_SIZE"
-    if join.member.rank != rank:
-        return f"the process that connected as rank {rank} says it is rank {join.member.rank}"
-    errors = (_find_group_error(ranks, size) for ranks in join.groups)
-    return next((f"{error}; check the groups given to init()" for error in errors if error), "")
-
-
-def _find_group_error(ranks: tuple[int, ...], size: int) -> str:
-    try:
-        checked = check_group_ranks(ranks, size)
-    except ValueError as error:
-        return shorten(str(error))
-    return "" if checked == ranks else f"the ranks of a group must be sorted, got {_format_rank_list(ranks)}"
-
-
-def _format_rank_list(ranks: tuple[int, ...]) -> str:
-    return shorten(f"[{', '.join(map(str, ranks))}]")
-
-
-# --- a round ---------------------------------------------------------------------------------------------------
 
 
 class Round:
@@ -314,6 +120,7 @@ class Round:
         settings: Settings,
         process_state: Callable[[Member], str],
         host_name: Callable[[Member], str],
+        late_s: float | None = None,
     ) -> None:
         self.number = number
         self.members = members
@@ -324,6 +131,8 @@ class Round:
         self.vanished: set[int] = set()
         """Members that others have waited for too long and whose process is gone. The owner of the round declares them
         lost, unless it learns more about them."""
+        self.late: set[int] = set()
+        """Members that others have waited for too long at some time: for late_s, or stall_s if that is less."""
         self._process_state = process_state
         self._host_name = host_name
         self.negotiator = Negotiator(len(members), fusion_bytes=settings.fusion_bytes)
@@ -342,18 +151,17 @@ class Round:
         self._leave_grace_ns = int(min(LEAVE_GRACE_S, settings.shutdown_s) * 1e9)
         """The others learn this much later that a rank has left: they may still be finishing what it has finished."""
         self._leaving: dict[int, tuple[int, MembershipEnd]] = {}  # with due_ns
-        self._sends = [Send(tuple(self.present), RoundStarted(id, members))]
+        self._sends = [Send(tuple(self.present), RoundStarted(id, members, escape_surrogates(settings.timeline)))]
         self._started_ns = now_ns
-        self._stall_ns = int(settings.stall_s * 1e9)
+        late_limits_s = [limit_s for limit_s in (settings.stall_s, late_s) if limit_s]
+        self._late_ns = int(min(late_limits_s) * 1e9) if late_limits_s else 0
         self._stall_inspector = StallInspector(settings.stall_s, reply_timeout_s=STACK_REPLY_TIMEOUT_S)
         self._stall_check_interval_ns = (
-            min(1_000_000_000, max(20_000_000, self._stall_ns // 10)) if self._stall_ns else NEVER_NS
+            min(1_000_000_000, max(20_000_000, self._late_ns // 10)) if self._late_ns else NEVER_NS
         )
         self._next_stall_check_ns = now_ns + self._stall_check_interval_ns
         self._num_stalls_queried = 0
         self._waits: list[WaitingOperation] = []
-        self._late: set[int] = set()
-        """Members that others have waited for too long."""
         self._missing: dict[int, RankStack] = {}
         """The ranks that the first failed member had waited for, and where they are."""
         self._missing_query_id = 0
@@ -362,9 +170,9 @@ class Round:
     def first_lost(self) -> tuple[int, MembershipEnd] | None:
         """The first member that was lost or whose script ended without shutdown()."""
         ends = self.ended_members.items()
-        return next(((rank, end) for rank, end in ends if end.reason is not LeaveReason.SHUTDOWN), None)
+        return next(((rank, end) for rank, end in ends if end.reason not in _GOOD_ENDS), None)
 
-    def whereabouts(self) -> Whereabouts | None:
+    def failure_stacks(self) -> FailureStacks | None:
         """Return where ranks were when the first one failed; None if it did not fail in an operation."""
         first = self.first_lost
         if first is None:
@@ -373,8 +181,8 @@ class Round:
             ends = self.ended_members
             mismatched = {rank for rank, end in ends.items() if end.reason is LeaveReason.MISMATCHED}
             disagreeing = (rank for rank in sorted(ends) if mismatched & {rank, ends[rank].lost_peer})
-            return Whereabouts(first[0], disagreeing=tuple(self._stack(r, line=ends[r].line) for r in disagreeing))
-        return Whereabouts(first[0], missing=tuple(self._missing.values())) if self._missing else None
+            return FailureStacks(first[0], disagreeing=tuple(self._stack(r, line=ends[r].line) for r in disagreeing))
+        return FailureStacks(first[0], missing=tuple(self._missing.values())) if self._missing else None
 
     def membership_end(self, rank: int) -> MembershipEnd | None:
         """Return how a membership ended, even if the others have not learned of it yet; None while it lasts."""
@@ -423,7 +231,7 @@ class Round:
         why = end.description
         self.present.discard(rank)
         self._leaving.pop(rank, None)
-        self.negotiator.rank_lost(rank, why)
+        self.negotiator.rank_lost(rank)
         if self._loss and self._notice_interval_ns:
             self._losses.append((rank, why))
         else:
@@ -482,7 +290,7 @@ class Round:
             }
             error = f"ranks disagree on the change of groups: {format_rank_answers(answers)}"
         elif not first.id:
-            error = _find_group_error(first.ranks, len(self.members))
+            error = find_group_error(first.ranks, len(self.members))
         elif not self.negotiator.members(first.id):
             error = f"group {first.id} does not exist, or was removed"
         if error:
@@ -519,8 +327,8 @@ class Round:
     def _on_waiting(self, rank: int, message: WaitingTooLong, now_ns: int) -> None:
         """Keep the report of a member until the next check. Its clock may differ, so the time is limited to what is
         possible."""
-        if self._stall_ns:
-            since_ns = min(max(message.since_ns, self._started_ns), now_ns - self._stall_ns)
+        if self._late_ns:
+            since_ns = min(max(message.since_ns, self._started_ns), now_ns - self._late_ns)
             ranks = range(len(self.members))
             missing = tuple(sorted({other for other in message.missing if other in ranks}))
             present = tuple(sorted({rank, *(other for other in message.present if other in ranks)}))
@@ -530,14 +338,14 @@ class Round:
 
     def _check_stalls(self, now_ns: int) -> None:
         self._next_stall_check_ns = now_ns + self._stall_check_interval_ns
-        named = itertools.islice(self.negotiator.pending(now_ns - self._stall_ns), MAX_STALLS_CHECKED)
+        named = itertools.islice(self.negotiator.pending(now_ns - self._late_ns), MAX_STALLS_CHECKED)
         waits = [*named, *self._waits]
         self._waits.clear()
         for missing in {id(wait.missing): wait.missing for wait in waits}.values():  # many wait for the same ranks
-            self._late.update(missing)
-        self._late &= self.present
+            self.late.update(missing)
+        self.late &= self.present
         # The connection of a process that is gone stays open if a child process has inherited it.
-        self.vanished = {rank for rank in self._late if self._process_state(self.members[rank]) == GONE}
+        self.vanished = {rank for rank in self.late if self._process_state(self.members[rank]) == GONE}
         for stall in self._stall_inspector.overdue(now_ns, waits):
             self._num_stalls_queried += 1
             self._send(stall.asked_ranks, StackRequest(stall.query_id))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from ronde.coordinator.coordinator import (
@@ -22,6 +22,7 @@ from ronde.coordinator.coordinator import (
     RankConnected,
     RankDisconnected,
 )
+from ronde.coordinator.membership import ElasticLimits, Membership
 from ronde.coordinator.negotiation import Send
 from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
@@ -44,7 +45,7 @@ from ronde.net.messages import (
 from ronde.net.open_files import check_open_files, explain_open_files, raise_open_files_limit
 from ronde.observe.activity import JobActivity
 from ronde.observe.stacks import pid_namespace, process_state
-from ronde.observe.stalls import Whereabouts
+from ronde.observe.stalls import FailureStacks
 from ronde.settings import Settings
 from ronde.text import shorten
 from ronde.types import Deadline, Member
@@ -57,11 +58,26 @@ stall_logger = logging.getLogger("ronde.stall")
 
 
 class CoordinatorServer:
-    """Serves `rounds` rounds of `size` ranks; None for any number. It listens from the beginning and answers from
-    start() to close()."""
+    """Serves `rounds` rounds of `size` ranks, None for any number; or, with `limits`, those of an elastic job.
+
+    It listens from the beginning and answers from start() to close().
+
+    In an elastic job `on_membership` is called in the server's thread whenever something about the rounds has changed,
+    and all that is said here about ranks, but for the results of first_lost() and the queries, is about workers: the
+    ranks in requests, host names and exits are their numbers.
+    """
 
     def __init__(
-        self, host: str, port: int, size: int, key: JobKey, *, settings: Settings, rounds: int | None = 1
+        self,
+        host: str,
+        port: int,
+        size: int,
+        key: JobKey,
+        *,
+        settings: Settings,
+        rounds: int | None = 1,
+        limits: ElasticLimits | None = None,
+        on_membership: Callable[[Membership], None] | None = None,
     ) -> None:
         self._close_wait_s = settings.shutdown_s if rounds is not None else 0.0
         self._close_deadline: Deadline | None = None
@@ -81,7 +97,14 @@ class CoordinatorServer:
             opened.callback(self._loop.close)
             raise_open_files_limit()
             check_open_files()
-            self._core = CoordinatorCore(size, settings, rounds=rounds, process_state=_process_state)
+            self._core = CoordinatorCore(
+                size,
+                settings,
+                rounds=rounds,
+                limits=limits,
+                on_membership=on_membership or (lambda membership: None),
+                process_state=_process_state,
+            )
             opened.callback(self._core.close, "")
             self._control = ControlServer(host, key)
             opened.callback(self._control.close, 0)
@@ -99,9 +122,9 @@ class CoordinatorServer:
         self.address = format_address(host, self._listener.tcp_port)
         """`host:port` where ranks connect: the value of RONDE_COORDINATOR."""
 
-    def start(self, host_names: Sequence[str] = ()) -> None:
+    def start(self, host_names: Sequence[str] | Mapping[int, str] = ()) -> None:
         """Serve in a thread. A launcher gives the user's names for the hosts, by rank."""
-        self._core.host_names = host_names
+        self._core.host_names = dict(host_names if isinstance(host_names, Mapping) else enumerate(host_names))
         self._control.start_receiving(self._loop, self._on_message, self._on_messages_lost)
         self.thread.start(self._serve)
 
@@ -111,12 +134,26 @@ class CoordinatorServer:
         """The launcher reports that a rank's process has ended, also if the rank had left before."""
         self._loop.call_soon_threadsafe(lambda: self._handle(ProcessExited(rank, how)))
 
+    def set_host_name(self, number: int, name: str) -> None:
+        """The launcher of an elastic job starts a worker on the host of this name."""
+        self._loop.call_soon_threadsafe(lambda: self._core.host_names.__setitem__(number, name))
+
+    def set_num_starting(self, count: int) -> None:
+        """The launcher of an elastic job has started so many workers that are not in a round and are not ready for the
+        next one yet."""
+
+        def set_count() -> None:
+            self._core.set_num_starting(count)
+            self._schedule_advance()
+
+        self._loop.call_soon_threadsafe(set_count)
+
     def first_lost(self) -> tuple[int, MembershipEnd] | None:
-        """As CoordinatorCore.first_lost, whereabouts and lost_peers."""
+        """As CoordinatorCore.first_lost, failure_stacks and lost_peers."""
         return self.thread.call(lambda: self._core.first_lost)
 
-    def whereabouts(self) -> Whereabouts | None:
-        return self.thread.call(lambda: self._core.whereabouts)
+    def failure_stacks(self) -> FailureStacks | None:
+        return self.thread.call(lambda: self._core.failure_stacks)
 
     def lost_peers(self) -> dict[int, LostPeer]:
         return self.thread.call(lambda: dict(self._core.lost_peers))
@@ -129,7 +166,7 @@ class CoordinatorServer:
 
         def start() -> None:
             due_ns = time.monotonic_ns() + int(deadline.remaining_s * 1e9)
-            self._send(self._core.queries.start_stack_query(due_ns, on_done))
+            self._send(self._core.start_stack_query(due_ns, on_done))
             self._schedule_advance()
 
         self.thread.call(start)
@@ -153,6 +190,7 @@ class CoordinatorServer:
     def _serve(self) -> None:
         reason = "the coordinator was closed by its host (the launcher, or rank 0)"
         try:
+            self._schedule_advance()  # the time in which the first worker may come begins
             self._loop.run_until(lambda: not self._is_needed())
         except Exception as error:  # the end of the thread: no rank may wait for a coordinator that has failed
             logger.exception("the coordinator failed; the round ends")
@@ -163,7 +201,7 @@ class CoordinatorServer:
     def _is_needed(self) -> bool:
         if self._close_deadline is None:
             return not self._core.is_finished
-        return self._core.has_round and not self._close_deadline.expired
+        return (self._core.has_round or self._core.must_tell_end) and not self._close_deadline.expired
 
     def _begin_close(self) -> None:
         if self._close_deadline is None:
@@ -225,7 +263,7 @@ class CoordinatorServer:
     def _make_reply(self, request: ConnectionRequest) -> bytes:
         for name in list(self._names_by_rank.get(request.rank, ())):
             while name in self._connections and is_closed(self._connections[name][1]):
-                self._on_readable(name)  # the loop has not come to it yet
+                self._on_liveness_closed(name)  # the loop has not come to it yet
         former = self._core.senders.get(request.rank, "")
         admission = self._core.admit(request, self._control.port)
         if admission.status is AdmissionStatus.ADMITTED:
@@ -241,12 +279,13 @@ class CoordinatorServer:
         connection.setblocking(False)
         self._connections[name] = (request.rank, connection)
         self._names_by_rank.setdefault(request.rank, set()).add(name)
-        self._loop.add_reader(connection.fileno(), functools.partial(self._on_readable, name))
+        self._loop.add_reader(connection.fileno(), functools.partial(self._on_liveness_closed, name))
         self._handle(RankConnected(request.rank, name, request.detail))
         return True
 
-    def _on_readable(self, name: str) -> None:
-        """What can be read is the end of the connection, or the last message of a rank that lost control messages."""
+    def _on_liveness_closed(self, name: str) -> None:
+        """The liveness connection of a rank was closed, or has the last message of one that lost control messages, or
+        whose control thread has failed."""
         rank, connection = self._connections[name]
         end = MembershipEnd(LeaveReason.PROCESS_GONE)
         try:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from ronde.dash.run_log import RankTimeBreakdown, ResourceSample, RunHistory, RunLog, read_log
+from ronde.dash.run_log import RankTimeBreakdown, ResourceSample, RunHistory, RunLog, RunStarted, read_log
 from ronde.text import format_compact_number, format_count, format_duration
 
 TIME_PARTS = {"computing": 0, "moving data": 1, "waiting for other ranks": 7, "between steps (loading data)": 2}
@@ -25,6 +25,7 @@ RANK_HEADINGS = (
     *("rank", "host", "steps", "mean step", "longest"),
     *("computing", "moving", "waiting", "CPU", "most memory"),
 )
+ROUND_HEADINGS = ("from step", "at", "ranks", "came", "gone")
 MAX_TILES = 6
 """Headline numbers at the top."""
 MAX_LINES = 8
@@ -72,6 +73,7 @@ def write_report(log: RunLog | Path | str, path: Path | str, *, title: str = "Tr
 
 
 def render_report_page(run: RunHistory, *, title: str = "Training run") -> str:
+    """Return the report of a log as the text of an HTML page."""
     plots: list[PlotData] = []
 
     def section(heading: str, new_plots: Sequence[PlotData], *figures: str) -> str:
@@ -91,6 +93,7 @@ def render_report_page(run: RunHistory, *, title: str = "Training run") -> str:
         section("Values", _value_plots(run)),
         section("Time", [_step_time_plot(run)], _breakdown_figure(run, breakdowns)),
         section("Load", _usage_plots(run)),
+        "<h2>Rounds</h2>" + _table(ROUND_HEADINGS, _round_rows(run)) if len(run.starts) > 1 else "",
         "<h2>Ranks</h2>" + _table(RANK_HEADINGS, [_rank_row(run, *each) for each in breakdowns.items()]),
         "<h2>Facts</h2>" + _table((), list(run.facts.items())),
     ]
@@ -277,6 +280,21 @@ def _rank_row(run: RunHistory, rank: int, breakdowns: Sequence[RankTimeBreakdown
         f"{fmean(sample.cpu for sample in samples):.0f} %" if samples else "–",
         f"{max(sample.memory_bytes for sample in samples) / 1e6:.0f} MB" if samples else "–",
     )
+
+
+def _round_rows(run: RunHistory) -> list[tuple[str, ...]]:
+    """Return each time the run went on: how many processes, which and where, came and were gone."""
+
+    def describe(start: RunStarted, others: RunStarted) -> str:
+        hosts = [host for worker, host in zip(start.workers, start.hosts, strict=False) if worker not in others.workers]
+        counts = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
+        return counts or "–"
+
+    rows: list[tuple[str, ...]] = []
+    for before, start in zip((None, *run.starts), run.starts, strict=False):
+        changes = ("–", "–") if before is None else (describe(start, before), describe(before, start))
+        rows.append((str(start.step), format_duration(start.at_s), str(len(start.hosts)), *changes))
+    return rows
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 
 import ronde
+from ronde.comm.joining import worker_identity
 from ronde.comm.world import current_world
 
 MAX_STEP_TIMES = 32
@@ -68,10 +69,12 @@ class RankTimeBreakdown(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_step_s(self) -> float:
+        """The mean of the steps in seconds, without the time between them."""
         return (self.total_s - self.between_s) / self.num_steps if self.num_steps else 0.0
 
     @property
     def total_s(self) -> float:
+        """Seconds of computing, waiting, moving and between steps together."""
         return self.compute_s + self.wait_s + self.move_s + self.between_s
 
 
@@ -178,6 +181,8 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
     facts: dict[str, str] = {}
     hosts: tuple[str, ...] = ()
     """By rank."""
+    workers: tuple[str, ...] = ()
+    """By rank, the identities of the processes: in an elastic job those of survivors stay the same."""
 
 
 class LoggedValues(msgspec.Struct, frozen=True, kw_only=True, tag="values"):
@@ -217,13 +222,22 @@ class RunHistory:
     """A whole log, in the order of training."""
 
     facts: dict[str, str] = field(default_factory=dict)
+    """As they were given to RunLog, and those that it has added."""
     hosts: tuple[str, ...] = ()
+    """By rank."""
     values: list[LoggedValues] = field(default_factory=list)
+    """What was added, each with `step`, `at_s` and `values`."""
     samples: list[RankTimesLogged] = field(default_factory=list)
+    """What was gathered, each with `step`, `at_s` and `ranks`, a RankTimeBreakdown for each rank."""
+    starts: list[RunStarted] = field(default_factory=list)
+    """When the run began and, with other ranks or from a checkpoint, went on, each with `step`, `at_s`, `hosts` and
+    `workers`."""
     num_resumes: int = 0
+    """How often a run has appended to the log of an earlier one."""
     num_unreadable_lines: int = 0
     """Each time a run is killed while it writes, it leaves one."""
     ended: bool = False
+    """Whether the run came to its end."""
     elapsed_s: float = 0.0
     """Duration of the run, without the time between being killed and going on."""
 
@@ -240,6 +254,7 @@ class RunHistory:
         return [(record.step, each) for record in self.samples for each in record.ranks if each.rank == rank]
 
     def ranks(self) -> list[int]:
+        """Return the numbers of all ranks."""
         seen = {each.rank for record in self.samples for each in record.ranks}
         return sorted(seen | set(range(len(self.hosts))))
 
@@ -268,6 +283,7 @@ def parse_log(lines: Iterable[bytes]) -> RunHistory:
         elif isinstance(record, RankTimesLogged):
             run.samples.append(record)
         elif isinstance(record, RunStarted):
+            run.starts.append(record)
             run.num_resumes += record.step > 0
             run.values = [kept for kept in run.values if kept.step <= record.step]
             run.samples = [kept for kept in run.samples if kept.step <= record.step]
@@ -299,13 +315,15 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = Path(path)
+        """The file of the log."""
         self._rank = ronde.rank() if ronde.is_initialized() else 0
         self._allgather = allgather or _allgather_objects
         self._clock = clock
         self._file: BinaryIO | None = None
-        replies = self._allgather((platform.node(), self._open(step) if self._rank == 0 else 0.0))
-        hosts = tuple(host for host, _ in replies)
-        before_s: float = replies[0][1]
+        before_here_s = self._open(step) if self._rank == 0 else 0.0
+        replies = self._allgather((platform.node(), worker_identity(), before_here_s))
+        hosts, workers, befores_s = zip(*replies, strict=True)
+        before_s: float = befores_s[0]
         self._started_s: float = clock() - before_s
         all_facts = {
             "ranks": len(hosts),
@@ -317,7 +335,7 @@ class RunLog:
             "system": f"{platform.system()} {platform.machine()}",
         }
         facts_text = {name: str(value) for name, value in all_facts.items()}
-        self._write(RunStarted(step=step, at_s=before_s, facts=facts_text, hosts=hosts))
+        self._write(RunStarted(step=step, at_s=before_s, facts=facts_text, hosts=hosts, workers=workers))
         self._step_timer = StepTimer(
             self._rank, clock=clock, sample_resources=process_sampler(gpu), read_blocked=_read_blocked_times
         )

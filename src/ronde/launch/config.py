@@ -14,19 +14,22 @@ import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from ronde.launch.job import Job, SshOptions, load_settings, working_directory
-from ronde.launch.placement import format_host, parse_hosts, read_hostfile
+from ronde.coordinator.membership import ElasticLimits
+from ronde.launch.job import Job, SshOptions, load_settings, make_elastic_limits, working_directory
+from ronde.launch.placement import Host, format_host, parse_hosts, place_ranks, read_hostfile
 from ronde.settings import ASSIGNED_BY_LAUNCHER, describe_settings, parse_setting
 
-OptionKind: TypeAlias = Literal["whole", "seconds", "text", "hosts", "choice", "switch", "many", "setting"]
+OptionKind: TypeAlias = Literal["whole", "seconds", "range", "text", "hosts", "choice", "switch", "many", "setting"]
+"""A "range" is two numbers of seconds, the first not above the second."""
 
-RANKS, REMOTE, RANK_ENV = "Ranks and hosts", "Other hosts", "What ranks get"
+RANKS, ELASTIC = "Ranks and hosts", "A number of ranks that changes, and restarts"
+REMOTE, RANK_ENV = "Other hosts", "What ranks get"
 OUTPUT, WATCHING, SETTINGS = "Output", "Watching and ending", "Settings of ronde itself"
 
 
@@ -58,6 +61,46 @@ _RUN_OPTIONS = (
     LaunchOption("hosts", "hosts", RANKS, "Hosts and their slots, as in host1:2,host2:4.", "HOST:SLOTS,…", ("-H",)),
     LaunchOption("hostfile", "text", RANKS, "File of hosts, one per line: `host`, `host:4` or `host slots=4`.", "FILE"),
     LaunchOption("config", "text", RANKS, "YAML file; its keys are these flags, with underscores.", "FILE"),
+    LaunchOption(
+        "min_np",
+        "whole",
+        ELASTIC,
+        "The job goes on with so many ranks when others are lost, and others may join it. Default with --max-np or "
+        "--discover: as many as -np.",
+        minimum=1,
+    ),
+    LaunchOption(
+        "max_np", "whole", ELASTIC, "The most ranks that join. Default: as many as it starts with.", minimum=1
+    ),
+    LaunchOption(
+        "discover",
+        "text",
+        ELASTIC,
+        "Command that prints the hosts which the job may use, one per line: `host` or `host:4`. It is run again and "
+        "again, and so is a hostfile read again when --min-np is given.",
+        "COMMAND",
+    ),
+    LaunchOption(
+        "slots_per_host",
+        "whole",
+        ELASTIC,
+        "Slots of a host that --discover or --hostfile names without a number. Default: 1.",
+        minimum=1,
+    ),
+    LaunchOption("reset_limit", "whole", ELASTIC, "End the job when ranks were lost more often than so many times."),
+    LaunchOption(
+        "cooldown",
+        "range",
+        ELASTIC,
+        "For how long a slot or host that has failed is left alone: the first time, and at most. Default: 1 60.",
+        "SECONDS",
+    ),
+    LaunchOption(
+        "restarts",
+        "whole",
+        ELASTIC,
+        "Start a job whose number of ranks is fixed again after a failure, at most so many times.",
+    ),
     LaunchOption("ssh_port", "whole", REMOTE, "Port of the hosts' ssh servers.", "PORT", minimum=1),
     LaunchOption("ssh_identity", "text", REMOTE, "File of the private key for ssh.", "FILE"),
     LaunchOption(
@@ -102,6 +145,12 @@ _RUN_OPTIONS = (
 )
 
 
+_SHORT_SETTING_FLAGS = {"elastic_timeout_s": ("--elastic-timeout",)}
+_HOST_OPTIONS = ("hosts", "hostfile", "discover")
+_ELASTIC_OPTIONS = ("min_np", "max_np", "discover")
+"""Each of them makes a job elastic."""
+
+
 @functools.cache
 def launch_options() -> tuple[LaunchOption, ...]:
     options = [*_RUN_OPTIONS]
@@ -109,7 +158,8 @@ def launch_options() -> tuple[LaunchOption, ...]:
         if setting.name not in ASSIGNED_BY_LAUNCHER:
             text = setting.help + ("" if setting.default in ("", None) else f" Default: {setting.default}.")
             metavar = {bool: "1|0", int: "N", float: "SECONDS"}.get(type(setting.default), "TEXT")
-            options.append(LaunchOption(setting.name, "setting", SETTINGS, text, metavar))
+            short = _SHORT_SETTING_FLAGS.get(setting.name, ())
+            options.append(LaunchOption(setting.name, "setting", SETTINGS, text, metavar, short))
     return tuple(options)
 
 
@@ -125,6 +175,12 @@ class LaunchConfig:
     color: bool
     """If the output is a terminal."""
     top: bool
+    discover: str = ""
+    """Command that prints the hosts of an elastic job."""
+    watched_hostfile: str = ""
+    """Hostfile of an elastic job."""
+    slots_per_host: int = 1
+    """Of hosts that one of them names without slots."""
 
 
 def make_launch_config(
@@ -138,8 +194,8 @@ def make_launch_config(
         name: _check(known[name], value, "/".join(known[name].all_flags), is_flag=True) for name, value in flags.items()
     }
     file = read_config(given["config"]) if "config" in given else {}
-    if {"hosts", "hostfile"} & given.keys():  # these replace the hosts of the file
-        file = {name: value for name, value in file.items() if name not in ("hosts", "hostfile")}
+    if set(_HOST_OPTIONS) & given.keys():  # these replace the hosts of the file
+        file = {name: value for name, value in file.items() if name not in _HOST_OPTIONS}
     values = {
         **file,
         **given,
@@ -155,7 +211,8 @@ def make_launch_config(
         }
         for found in (given, file)
     )
-    values["settings"] = load_settings(given_settings, environ, file_settings)
+    is_elastic = any(name in values for name in _ELASTIC_OPTIONS)
+    values["settings"] = load_settings(given_settings, environ, file_settings, is_elastic=is_elastic)
     return LaunchConfig(
         job=_make_job(values, environ),
         output_dir=values.get("output", ""),
@@ -163,6 +220,9 @@ def make_launch_config(
         timestamps=values.get("timestamps", False),
         color=not (values.get("no_color", False) or environ.get("NO_COLOR") or environ.get("TERM") == "dumb"),
         top=values.get("top", False),
+        discover=values.get("discover", ""),
+        watched_hostfile=values.get("hostfile", "") if is_elastic else "",
+        slots_per_host=values.get("slots_per_host", 1),
     )
 
 
@@ -170,19 +230,25 @@ _SSH_FIELDS = {"ssh_port": "port", "ssh_identity": "identity", "ssh_start_s": "s
 _JOB_FIELDS = {
     **{name: name for name in ("command", "python", "settings", "tf_config", "bind", "name")},
     **{"debug": "debug_rank", "grace": "grace_s", "terminate": "terminate_s"},
+    **{"cooldown": "cooldown_s", "restarts": "restarts"},
 }
 
 
 def _make_job(values: Mapping[str, Any], environ: Mapping[str, str]) -> Job:
     if not values["command"]:
         raise ValueError("there is no command to run; give one, as in: ronde run -np 2 python train.py")
-    if "hosts" in values and "hostfile" in values:
-        raise ValueError("hosts and hostfile exclude each other: give one of them")
-    hosts = read_hostfile(values["hostfile"]) if "hostfile" in values else values.get("hosts", ())
+    named = [name for name in _HOST_OPTIONS if name in values]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} exclude each other: give one of them")
+    hosts = values.get("hosts", ())
+    if "hostfile" in values:
+        hosts = read_hostfile(values["hostfile"], default_slots=values.get("slots_per_host", 1))
+    num_ranks = values.get("num_ranks") or sum(host.slots for host in hosts) or values.get("min_np") or 1
     cwd = Path(values.get("cwd", ""))
     job = Job(
-        num_ranks=values.get("num_ranks") or sum(host.slots for host in hosts) or 1,
+        num_ranks=num_ranks,
         hosts=hosts,
+        limits=_make_limits(values, hosts, num_ranks),
         ssh=SshOptions(**{field: values[name] for name, field in _SSH_FIELDS.items() if name in values}),
         env=_parse_variables(values["env"], environ),
         cwd=str(cwd if cwd.is_absolute() else Path(working_directory(), cwd)),
@@ -193,6 +259,19 @@ def _make_job(values: Mapping[str, Any], environ: Mapping[str, str]) -> Job:
     if job.debug_rank is not None and values.get("top"):
         raise ValueError("--debug and --top both want the terminal: give one of them")
     return job
+
+
+def _make_limits(values: Mapping[str, Any], hosts: Sequence[Host], num_ranks: int) -> ElasticLimits | None:
+    """Return the limits of an elastic job; None when the number of ranks is fixed."""
+    if not any(name in values for name in _ELASTIC_OPTIONS):
+        for name in ("reset_limit", "cooldown"):
+            if name in values:
+                raise ValueError(f"{name} is for jobs whose number of ranks changes: give min_np, too")
+        return None
+    if "hosts" in values:
+        place_ranks(hosts, num_ranks)  # these hosts never change: there have to be enough slots
+    chosen = {name: values.get(name) for name in ("min_np", "max_np", "reset_limit")}
+    return make_elastic_limits(values["settings"], num_ranks, **chosen)
 
 
 def _parse_variables(entries: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> dict[str, str]:
@@ -304,6 +383,12 @@ def _check(option: LaunchOption, value: object, source: str, *, is_flag: bool = 
             if not option.minimum <= number < math.inf:
                 raise ValueError(f"{source} must be a {noun} of at least {option.minimum:g}, got {value!r}")
             return number
+        case "range":
+            words = value if isinstance(value, list | tuple) else [value]
+            seconds = [_check(replace(option, kind="seconds"), each, source, is_flag=is_flag) for each in words]
+            if len(seconds) != 2 or seconds[0] > seconds[1]:
+                raise ValueError(f"{source} must be two numbers of seconds, the longest last, got {value!r}")
+            return tuple(seconds)
         case "text":
             return _check_text(value, source)
         case "many":

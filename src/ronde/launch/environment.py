@@ -19,6 +19,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ronde.launch.job import Job
 from ronde.launch.placement import Placement, bind_cpus
 from ronde.launch.protocol import RankOrder, StartRanks
@@ -26,7 +28,7 @@ from ronde.net.addresses import format_address
 from ronde.settings import ASSIGNED_BY_LAUNCHER, describe_settings
 
 if TYPE_CHECKING:  # network imports ZeroMQ, which an agent does without
-    from ronde.launch.network import JobNetwork
+    from ronde.launch.network import HostFacts, JobNetwork
 
 LOGIN_VARIABLES = ("HOME", "LOGNAME", "MAIL", "SHELL", "TMPDIR", "USER")
 """Every host, and every user, has their own."""
@@ -63,19 +65,15 @@ def make_rank_orders(
     `environ` is the driver's environment; `tty_fds` are those of its standard streams that are terminals: if output and
     error are, rank 0 may draw progress bars."""
     addresses = network.addresses
-    free_ports = [iter(facts.free_ports) for facts in network.host_facts]
+    free_ports = {index: iter(facts.free_ports) for index, facts in network.host_facts.items()}
     size = str(job.num_ranks)
     job_variables = {
-        "RONDE_SIZE": size,
-        "RONDE_COORDINATOR": coordinator,
-        "RONDE_COORDINATOR_HOSTED": "1",
-        "RONDE_KEY": key,  # nowhere but in the environment, which is private to its user
-        "WORLD_SIZE": size,
+        **_coordinator_variables(coordinator, key),
+        **_size_variables(job.num_ranks),
         "MASTER_ADDR": addresses[0],
         "MASTER_PORT": str(next(free_ports[0])),
         "JAX_COORDINATOR_ADDRESS": format_address(addresses[0], next(free_ports[0])),
         "JAX_NUM_PROCESSES": size,
-        "HOROVOD_SIZE": size,
     }
     tf_workers = [
         format_address(addresses[placement.host_index], next(free_ports[placement.host_index]))
@@ -85,32 +83,85 @@ def make_rank_orders(
     orders: dict[int, list[RankOrder]] = {}
     for placement in job.placements:
         facts = network.host_facts[placement.host_index]
-        env = {
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONFAULTHANDLER": "1",
-            "OMP_NUM_THREADS": str(max(1, facts.effective_cpu_count // placement.local_size)),
-            **given[facts.is_local],
-            **job_variables,
-            **_placement_variables(placement),
-        }
-        if facts.address:
-            env["RONDE_ADDRESS"] = facts.address
+        env = {**job_variables, "JAX_PROCESS_ID": str(placement.rank)}
         if tf_workers:
             task = {"type": "worker", "index": placement.rank}
             env["TF_CONFIG"] = json.dumps({"cluster": {"worker": tf_workers}, "task": task})
-        has_terminal = placement.rank == job.debug_rank
-        order = RankOrder(
-            rank=placement.rank,
-            argv=job.command,
-            env=env,
-            cwd=job.cwd,
-            cpus=bind_cpus(facts.cpus, placement.local_rank, placement.local_size) if job.bind == "core" else (),
-            tty=has_terminal,
-            stdin_pipe=has_terminal and 0 not in tty_fds,
-            output_ptys={1, 2} <= set(tty_fds) and placement.rank == 0 and job.debug_rank is None,
-        )
+        order = _make_order(job, placement, facts, given=given[facts.is_local], env=env, tty_fds=tty_fds)
         orders.setdefault(placement.host_index, []).append(order)
-    return {index: StartRanks(tuple(of_host), job.pickled_call) for index, of_host in orders.items()}
+    return {index: StartRanks(tuple(of_host), job.pickled_call, job.terminate_s) for index, of_host in orders.items()}
+
+
+def make_worker_order(
+    job: Job,
+    number: int,
+    placement: Placement,
+    size: int,
+    facts: HostFacts,
+    *,
+    coordinator: str,
+    key: str,
+    environ: Mapping[str, str],
+    tty_fds: Collection[int],
+) -> RankOrder:
+    """Make the order for a worker of an elastic job, whose rank in it is the worker's number. `placement` and `size`
+    are what the worker would get if a round began now. There are no variables for systems whose processes meet at an
+    address of rank 0: here any rank may be lost."""
+    env = {
+        **_coordinator_variables(coordinator, key),
+        **_size_variables(size),
+        "RONDE_ELASTIC": "1",
+        "RONDE_WORKER": str(number),
+        "RONDE_SLOT": str(placement.local_rank),
+    }
+    given = _given_variables(job, environ, is_local=facts.is_local)
+    order = _make_order(job, placement, facts, given=given, env=env, tty_fds=tty_fds)
+    return msgspec.structs.replace(order, rank=number, output_ptys=order.output_ptys and number == 0)
+
+
+def _make_order(
+    job: Job,
+    placement: Placement,
+    facts: HostFacts,
+    *,
+    given: Mapping[str, str],
+    env: Mapping[str, str],
+    tty_fds: Collection[int],
+) -> RankOrder:
+    """`given` is what the user has set; `env` is stronger."""
+    env = {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": str(max(1, facts.effective_cpu_count // placement.local_size)),
+        **given,
+        **env,
+        **_placement_variables(placement),
+    }
+    if facts.address:
+        env["RONDE_ADDRESS"] = facts.address
+    has_terminal = placement.rank == job.debug_rank
+    return RankOrder(
+        rank=placement.rank,
+        argv=job.command,
+        env=env,
+        cwd=job.cwd,
+        cpus=bind_cpus(facts.cpus, placement.local_rank, placement.local_size) if job.bind == "core" else (),
+        tty=has_terminal,
+        stdin_pipe=has_terminal and 0 not in tty_fds,
+        output_ptys={1, 2} <= set(tty_fds) and placement.rank == 0 and job.debug_rank is None,
+    )
+
+
+def _coordinator_variables(coordinator: str, key: str) -> dict[str, str]:
+    return {
+        "RONDE_COORDINATOR": coordinator,
+        "RONDE_COORDINATOR_HOSTED": "1",
+        "RONDE_KEY": key,  # nowhere but in the environment, which is private to its user
+    }
+
+
+def _size_variables(size: int) -> dict[str, str]:
+    return dict.fromkeys(("RONDE_SIZE", "WORLD_SIZE", "HOROVOD_SIZE"), str(size))
 
 
 def _given_variables(job: Job, environ: Mapping[str, str], *, is_local: bool) -> dict[str, str]:
@@ -139,7 +190,6 @@ def _placement_variables(placement: Placement) -> dict[str, str]:
         "GROUP_RANK": placement.host_index,
         "GROUP_WORLD_SIZE": placement.num_hosts,
         "NODE_RANK": placement.host_index,
-        "JAX_PROCESS_ID": placement.rank,
         "HOROVOD_RANK": placement.rank,
         "HOROVOD_LOCAL_RANK": placement.local_rank,
         "HOROVOD_LOCAL_SIZE": placement.local_size,

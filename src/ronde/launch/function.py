@@ -22,7 +22,7 @@ import cloudpickle
 from ronde.errors import JobFailed
 from ronde.launch.driver.driver import INTERRUPTED, SIGNAL_REQUESTS, Driver
 from ronde.launch.driver.failure_report import JobResult, StopRequest
-from ronde.launch.job import Job, SshOptions, load_settings
+from ronde.launch.job import Job, SshOptions, load_settings, make_elastic_limits
 from ronde.launch.output.printer import Printer, standard_output_options
 from ronde.launch.output.terminal import open_standard_streams
 from ronde.launch.placement import Host, parse_hosts
@@ -49,6 +49,9 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     *,
     np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    reset_limit: int | None = None,
     hosts: str | Sequence[Host | str] = "",
     env: Mapping[str, str] | None = None,
     ssh: SshOptions | None = None,
@@ -68,6 +71,10 @@ def run(
     `ronde run -H`; without them the ranks are processes of this machine. np defaults to all slots. `env` is for every
     rank; `python` has ronde on other hosts, by default at the path of this one. Further keywords are settings.
 
+    With min_np or max_np the number of ranks may change (ronde.elastic): the job goes on as long as there are min_np
+    ranks, ranks that were lost are started again, further ones join, up to max_np, where the hosts have slots; it fails
+    when ranks were lost more than reset_limit times. The result is that of the ranks of the last round.
+
     When a rank fails, its own exception is raised here, with its traceback as the cause; JobFailed, when it has none to
     raise (it was killed, it exited, its host was lost). Ctrl-C ends the job, and is a KeyboardInterrupt.
     """
@@ -82,6 +89,13 @@ def run(
             raise TypeError(f"env must have texts, as in env={{'A': '1'}}; got {name!r}: {text!r}")
     if "num_ranks" in settings:  # its name everywhere else
         raise TypeError("unknown setting num_ranks; the number of ranks is np, as in ronde.run(fn, np=4)")
+    is_elastic = min_np is not None or max_np is not None
+    loaded = load_settings(settings, os.environ, is_elastic=is_elastic)
+    limits = None
+    if is_elastic:
+        limits = make_elastic_limits(loaded, num_ranks, min_np=min_np, max_np=max_np, reset_limit=reset_limit)
+    elif reset_limit is not None:
+        raise ValueError("reset_limit is for jobs whose number of ranks changes: give min_np, too")
     job = Job(
         command=FUNCTION_RANK_COMMAND,
         num_ranks=num_ranks,
@@ -89,7 +103,8 @@ def run(
         ssh=ssh or SshOptions(),
         python=python,
         env=dict(env or {}),
-        settings=load_settings(settings, os.environ),
+        settings=loaded,
+        limits=limits,
         pickled_call=pickle_call(fn, args, kwargs or {}),
     )
     streams = open_standard_streams()
@@ -98,7 +113,7 @@ def run(
         result = Driver(job, printer).run()
     if result.stop_request is not None:
         _raise_signal(result.stop_request)
-    return cast("list[T]", unpickle_results(result, num_ranks))
+    return cast("list[T]", unpickle_results(result, len(result.return_values) if is_elastic else num_ranks))
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

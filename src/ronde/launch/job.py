@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from ronde.coordinator.membership import ElasticLimits
 from ronde.errors import StartFailed
 from ronde.launch.placement import Host, Placement, place_ranks
 from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
+
+ELASTIC_HEARTBEAT_S = 2.5
+"""The default of heartbeat_s in an elastic job, where the others go on without a host that is lost."""
 
 CpuBinding: TypeAlias = Literal["none", "core"]
 
@@ -24,16 +28,37 @@ def working_directory() -> str:
 
 
 def load_settings(
-    given: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any] | None = None
+    given: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Mapping[str, Any] | None = None,
+    *,
+    is_elastic: bool = False,
 ) -> Settings:
     """Load the settings of a job. If this process is a rank of an outer job, that one's variables do not count."""
     outer_job_variables = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
-    return Settings.load(given, {name: environ[name] for name in environ if name not in outer_job_variables}, file)
+    defaults = {"heartbeat_s": ELASTIC_HEARTBEAT_S} if is_elastic else {}
+    environ = {name: environ[name] for name in environ if name not in outer_job_variables}
+    return Settings.load(given, environ, {**defaults, **(file or {})})
+
+
+def make_elastic_limits(
+    settings: Settings, num_ranks: int, *, min_np: int | None, max_np: int | None, reset_limit: int | None = None
+) -> ElasticLimits:
+    """Return the limits of an elastic job that starts with `num_ranks`, which by default is also the least and the most
+    that it has. ValueError if they cannot be."""
+    return ElasticLimits(
+        start_ranks=num_ranks,
+        min_ranks=num_ranks if min_np is None else min_np,
+        max_ranks=num_ranks if max_np is None else max_np,
+        reset_limit=reset_limit,
+        timeout_s=settings.elastic_timeout_s,
+        suspend_s=settings.suspend_s,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SshOptions:
-    """How other hosts are reached. What is left empty is left to ssh's own configuration."""
+    """How other hosts are reached, for ronde.run(). What is left empty is left to ssh's own configuration."""
 
     port: int = 0
     identity: str = ""
@@ -42,10 +67,6 @@ class SshOptions:
     """Further `-o` options, such as `StrictHostKeyChecking=no`."""
     start_s: float = 20.0
     """How long a host may take to answer."""
-
-
-Ssh = SshOptions
-"""The former name of SshOptions, kept for scripts that import it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +100,22 @@ class Job:
     """After the first rank has failed, how long the others get to exit by themselves."""
     terminate_s: float = 5.0
     """Between SIGTERM and SIGKILL."""
+    limits: ElasticLimits | None = None
+    """Of an elastic job; None when the number of ranks is fixed."""
+    cooldown_s: tuple[float, float] = (1.0, 60.0)
+    """In an elastic job, the shortest and the longest time for which a slot or host that has failed is left alone."""
+    restarts: int = 0
+    """How often a job of a fixed number of ranks is started again after a failure."""
     placements: tuple[Placement, ...] = field(init=False, repr=False, compare=False)
-    """Which rank runs where, by rank."""
+    """Which rank runs where, by rank. Empty in an elastic job: its hosts come from a HostSource."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placements", place_ranks(self.hosts, self.num_ranks))
+        if self.limits is not None:
+            if self.debug_rank is not None or self.tf_config or self.restarts:
+                raise ValueError("debug, tf_config and restarts are for jobs whose number of ranks is fixed")
+            object.__setattr__(self, "placements", ())
+        else:
+            object.__setattr__(self, "placements", place_ranks(self.hosts, self.num_ranks))
 
     @property
     def used_hosts(self) -> tuple[Host, ...]:

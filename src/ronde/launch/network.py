@@ -8,14 +8,14 @@ connect to each other and to the coordinator in the driver, so a driver whose ma
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from ronde.errors import StartFailed
 from ronde.launch.protocol import AgentError, ProbeReply, ProbeRequest
-from ronde.launch.timeouts import PROBE_ATTEMPT_TIMEOUT_S
+from ronde.launch.timeouts import PROBE_ATTEMPT_TIMEOUT_S, PROBE_TIMEOUT_S
 from ronde.net.addresses import candidate_addresses, find_free_ports, format_address, parse_address
 from ronde.net.connect import ConnectFailed, Connection, connect_authenticated
 from ronde.net.keys import JobKey
@@ -44,12 +44,12 @@ class JobNetwork:
     """The driver's address that all ranks reach, and the facts of each host, by host index."""
 
     driver_address: str
-    host_facts: tuple[HostFacts, ...]
+    host_facts: Mapping[int, HostFacts]
 
     @property
-    def addresses(self) -> tuple[str, ...]:
-        """The address at which every rank reaches each host."""
-        return tuple(facts.address or LOOPBACK for facts in self.host_facts)
+    def addresses(self) -> dict[int, str]:
+        """The address at which every rank reaches each host, by host index."""
+        return {index: facts.address or LOOPBACK for index, facts in self.host_facts.items()}
 
 
 def choose_addresses(
@@ -78,6 +78,74 @@ def choose_addresses(
     if problems:
         raise StartFailed("\n".join(["the hosts of this job cannot all reach each other:", *problems]))
     return tuple(chosen)
+
+
+class LateHostProbe:
+    """Whether a host that is added to a running job, and the machines that are part of it, reach each other. Without
+    I/O: the replies of agents in, requests for them out.
+
+    First all listen; then the newcomer connects to all others, and these to the newcomer. The addresses with which the
+    job has begun stay: the newcomer has to reach them."""
+
+    def __init__(self, key: str, newcomer: int, known: Mapping[int, str], names: Mapping[int, str]) -> None:
+        """`known` has the address of each machine by agent, `names` their names and the newcomer's."""
+        self.newcomer = newcomer
+        self._key = key
+        self._known = dict(known)
+        self._names = names
+        self._listeners: dict[int, tuple[str, ...]] = {}
+        self._replies: dict[int, ProbeReply] = {}
+        self._is_connecting = False
+        self._probed: tuple[int, ...] = ()
+        """The machines to which the newcomer connects, in this order."""
+
+    def start(self) -> dict[int, ProbeRequest]:
+        return dict.fromkeys((self.newcomer, *self._known), ProbeRequest(self._key, (), PROBE_TIMEOUT_S))
+
+    def handle_reply(self, agent: int, reply: ProbeReply) -> dict[int, ProbeRequest]:
+        """Take a reply; return the requests that are due with it."""
+        if agent not in self._known and agent != self.newcomer:
+            return {}
+        if self._is_connecting:
+            self._replies[agent] = reply
+            return {}
+        self._listeners[agent] = reply.reachable[0]
+        return self._connect_if_all_listen()
+
+    def drop(self, agent: int) -> dict[int, ProbeRequest]:
+        """A machine is not part of the job any more. Return the requests that are due with that."""
+        self._known.pop(agent, None)
+        return {} if self._is_connecting else self._connect_if_all_listen()
+
+    def _connect_if_all_listen(self) -> dict[int, ProbeRequest]:
+        if not {self.newcomer, *self._known} <= self._listeners.keys():
+            return {}
+        self._is_connecting = True
+        targets = tuple(self._listeners[agent] for agent in self._known)
+        to_newcomer = ProbeRequest(self._key, (self._listeners[self.newcomer],), PROBE_TIMEOUT_S)
+        requests = dict.fromkeys(self._known, to_newcomer)
+        self._probed = tuple(self._known)
+        return {**requests, self.newcomer: ProbeRequest(self._key, targets, PROBE_TIMEOUT_S)}
+
+    @property
+    def is_complete(self) -> bool:
+        return self._is_connecting and {self.newcomer, *self._known} <= self._replies.keys()
+
+    def choose_address(self) -> str:
+        """Return the address at which all others reach the newcomer. StartFailed says who does not reach whom."""
+        own, found = self._listeners[self.newcomer], self._replies[self.newcomer]
+        problems = []
+        for agent, reachable, error in zip(self._probed, found.reachable, found.errors, strict=True):
+            known = self._known.get(agent)
+            if known is not None and known not in [parse_address(address)[0] for address in reachable]:
+                problems.append(f"it cannot reach {self._names[agent]} at {known}" + (f" ({error})" if error else ""))
+        reached_by = [self._replies[agent].reachable[0] for agent in self._known]
+        common = [address for address in own if all(address in reached for reached in reached_by)]
+        if not common:
+            problems.append(f"none of its addresses ({', '.join(own) or 'it has none'}) is reached by all other hosts")
+        if problems:
+            raise StartFailed("; ".join(problems))
+        return parse_address(common[0])[0]
 
 
 MAX_PARALLEL_PROBES = 128

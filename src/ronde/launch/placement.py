@@ -32,8 +32,11 @@ class Host:
     slots: int = 1
 
     def __post_init__(self) -> None:
-        if not self.name or self.name.startswith("-") or any(c.isspace() for c in self.name):
-            raise ValueError(f"a host needs a name without spaces that does not begin with '-', got {self.name!r}")
+        if not self.name or self.name.startswith("-") or " " in self.name or not self.name.isprintable():
+            raise ValueError(
+                "a host needs a name without spaces and control characters that does not begin with '-', "
+                f"got {self.name!r}"
+            )
         if self.slots < 1:
             raise ValueError(f"host {self.name}: slots must be at least 1, got {self.slots}")
 
@@ -48,23 +51,30 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return _merge_hosts(_parse_host(item) for item in items)
 
 
-def read_hostfile(path: str | Path) -> tuple[Host, ...]:
+def read_hostfile(path: str | Path, *, default_slots: int = 1) -> tuple[Host, ...]:
     """Read a file with one host per line. Errors name the file and the line."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"cannot read the hostfile {path}: {reason}") from None
+    hosts = parse_host_lines(text, str(path), default_slots=default_slots)
+    if not hosts:
+        raise ValueError(f"{path} names no host")
+    return hosts
+
+
+def parse_host_lines(text: str, source: str, *, default_slots: int = 1) -> tuple[Host, ...]:
+    """Parse the lines of a hostfile, or of what a discovery script prints; none may be there. Errors name the source
+    and the line. A host without a number of slots has `default_slots`."""
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if words:
             try:
-                hosts.append(_parse_hostfile_line(words))
+                hosts.append(_parse_hostfile_line(words, default_slots))
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-    if not hosts:
-        raise ValueError(f"{path} names no host")
+                raise ValueError(f"{source}, line {number}: {error}") from None
     return _merge_hosts(hosts)
 
 
@@ -78,8 +88,8 @@ def format_host(name: str, slots: str) -> str:
     return f"{_bracketed(name)}:{slots}"
 
 
-def _parse_hostfile_line(words: list[str]) -> Host:
-    host, explicit = _parse_host(words[0]), words[1:]
+def _parse_hostfile_line(words: list[str], default_slots: int) -> Host:
+    host, explicit = _parse_host(words[0], default_slots), words[1:]
     if not explicit:
         return host
     key, equals, value = explicit[0].partition("=")
@@ -90,7 +100,7 @@ def _parse_hostfile_line(words: list[str]) -> Host:
     return Host(host.name, _parse_slots(host.name, value))
 
 
-def _parse_host(item: str) -> Host:
+def _parse_host(item: str, default_slots: int = 1) -> Host:
     found = _HOST.fullmatch(item)
     if found is None:
         if item.count(":") > 1 and "[" not in item:
@@ -99,7 +109,7 @@ def _parse_host(item: str) -> Host:
     if found["v6"] is not None and found["v6"].count(":") < 2:
         raise ValueError(f"{item!r}: brackets are for IPv6 addresses")
     name = (found["user"] or "") + (found["v6"] or found["name"])
-    return Host(name, 1 if found["slots"] is None else _parse_slots(name, found["slots"]))
+    return Host(name, default_slots if found["slots"] is None else _parse_slots(name, found["slots"]))
 
 
 def _parse_slots(name: str, text: str) -> int:

@@ -63,6 +63,8 @@ class StartRanks(LaunchMessage, frozen=True):
     orders: tuple[RankOrder, ...]
     pickled_call: bytes = b""
     """The function call of `ronde.run`, which every rank reads from a pipe of its own (agent/rank)."""
+    terminate_s: float = 5.0
+    """When the agent itself is told to end: between SIGTERM and SIGKILL for its ranks."""
 
 
 class SignalRanks(LaunchMessage, frozen=True):
@@ -139,6 +141,13 @@ class AgentError(LaunchMessage, frozen=True):
     reason: str
 
 
+class AgentStopping(LaunchMessage, frozen=True):
+    """The agent was told to end, not by its driver: it starts no rank any more, has sent SIGTERM to those that run, and
+    ends when they have."""
+
+    reason: str
+
+
 class RankStarted(LaunchMessage, frozen=True):
     rank: int
     pid: int
@@ -197,7 +206,15 @@ class UsageReport(LaunchMessage, frozen=True):
 
 
 AgentMessage: TypeAlias = (
-    AgentHello | ProbeReply | AgentError | RankStarted | RankOutput | FunctionResult | RankExit | UsageReport
+    AgentHello
+    | ProbeReply
+    | AgentError
+    | AgentStopping
+    | RankStarted
+    | RankOutput
+    | FunctionResult
+    | RankExit
+    | UsageReport
 )
 
 PREAMBLE = b"\0ronde agent\0"

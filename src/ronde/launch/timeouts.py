@@ -73,4 +73,15 @@ PROBE_TIMEOUT_S: Final = 5.0
 PROBE_REPLY_TIMEOUT_S: Final = 10.0
 """How long the driver waits for the agents' replies to a probe."""
 
+PROBER_IDLE_TIMEOUT_S: Final = 30.0
+"""An agent stops listening for the probes of others so long after the last request of the driver."""
+
+SOURCE_STOP_TIMEOUT_S: Final = 5.0
+"""How long the driver waits, at the end of the job, for a source of hosts that is being asked."""
+
 assert PROBE_ATTEMPT_TIMEOUT_S < PROBE_TIMEOUT_S < PROBE_REPLY_TIMEOUT_S
+assert 2 * PROBE_REPLY_TIMEOUT_S < PROBER_IDLE_TIMEOUT_S, "a probe takes two requests"
+
+HAND_OVER_S: Final = 10.0
+"""So long after the beginning of its first round a newcomer counts as one that has the state of training, or is about
+to take it: another one that is told to leave then does so behind a finished step."""

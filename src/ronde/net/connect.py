@@ -6,6 +6,7 @@ An address is `host:port`, or `unix:NAME` for an abstract Unix socket.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import select
@@ -102,7 +103,7 @@ def _connect_to(address: SocketAddress, deadline: Deadline) -> socket.socket:
 def _connect_error(error: OSError, deadline: Deadline) -> NotListening | StartFailed:
     if isinstance(error, ConnectionRefusedError):
         return NotListening("nobody listens there (connection refused)")
-    if isinstance(error, ConnectionError) or error.errno == errno.EAGAIN:
+    if isinstance(error, ConnectionError) or error.errno in (errno.EAGAIN, errno.ENOTCONN):
         return NotListening(f"it is too busy to take the connection ({error.strerror})")
     if isinstance(error, TimeoutError):
         return StartFailed(
@@ -145,9 +146,9 @@ os.register_at_fork(after_in_child=_close_in_this_child)
 def configure_socket(sock: socket.socket, heartbeat_s: float) -> None:
     """Make a socket blocking, without Nagle's delay, and with TCP keepalive; forked children do not keep it.
 
-    A cut link is noticed within heartbeat_s (at least 4 s: the kernel counts whole seconds) by a side that has nothing
-    to send. TCP_USER_TIMEOUT would also check a sending side, but it ends healthy connections: it does not tell a lost
-    peer from one that is busy and does not read.
+    A cut link is noticed within heartbeat_s by a side that has nothing to send, but not before two probes were lost,
+    which takes 3 s, as the kernel counts whole seconds. TCP_USER_TIMEOUT would also check a sending side, but it ends
+    healthy connections: it does not tell a lost peer from one that is busy and does not read.
     """
     sock.settimeout(None)
     close_in_children(sock)
@@ -158,7 +159,7 @@ def configure_socket(sock: socket.socket, heartbeat_s: float) -> None:
     probe_s = max(1, int(heartbeat_s / 4))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3 if heartbeat_s >= 4 * probe_s else 2)
 
 
 def socket_error(descriptor: int) -> int:
@@ -282,7 +283,8 @@ class PendingConnection:
     """As connect_authenticated, but made by an event loop, which does not wait for it and can make many at a time.
 
     `on_done` is called once in the loop, with the socket or with the error, unless cancel() comes first. While nobody
-    listens there it is tried again until the deadline. For the loop's thread only.
+    listens there it is tried again until the deadline. A host whose kernel gives no answer for `answer_s` cannot be
+    reached, which is an error; whether the process answers is another matter. For the loop's thread only.
     """
 
     def __init__(
@@ -295,6 +297,7 @@ class PendingConnection:
         on_done: Callable[[socket.socket | ConnectFailed], None],
         *,
         heartbeat_s: float = HEARTBEAT_S,
+        answer_s: float = math.inf,
     ) -> None:
         self._loop = loop
         self._address = address
@@ -310,6 +313,8 @@ class PendingConnection:
         self._pause_s = FIRST_RETRY_PAUSE_S
         self._problem = "it does not answer; is the host up, and does a firewall let the port through?"
         """What is wrong if the time is over now."""
+        self._answer_s = answer_s
+        self._no_answer: Timer | None = None
         self._retry: Timer | None = None
         self._timeout = loop.call_later(deadline.remaining_s, self._on_timeout)
         loop.call_soon(self._start)
@@ -346,9 +351,21 @@ class PendingConnection:
         if error not in (0, errno.EINPROGRESS):
             return self._on_connect_error(OSError(error, os.strerror(error)))
         self._loop.add_writer(self._sock.fileno(), self._on_connected)
+        if self._answer_s < math.inf:
+            self._no_answer = self._loop.call_later(self._answer_s, self._on_no_answer)
+
+    def _on_no_answer(self) -> None:
+        self._no_answer = None
+        assert self._sock is not None
+        poll = select.poll()
+        poll.register(self._sock.fileno(), select.POLLOUT)
+        if poll.poll(0):  # it has come, and this loop is late
+            return
+        self._finish(StartFailed(f"no answer within {self._answer_s:g} s; is the network between the hosts cut?"))
 
     def _on_connected(self) -> None:
         assert self._sock is not None
+        self._stop_waiting()
         self._loop.remove_writer(self._sock.fileno())
         error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
@@ -356,8 +373,12 @@ class PendingConnection:
         if self._sock.family == socket.AF_UNIX:
             if peer_uid(self._sock) != os.getuid():
                 return self._finish(StartFailed("its owner is another user; run all ranks of a host as one user"))
-        elif self._sock.getsockname() == self._sock.getpeername():
-            return self._try_again("nobody listens there")
+        else:
+            try:
+                if self._sock.getsockname() == self._sock.getpeername():
+                    return self._try_again("nobody listens there")
+            except OSError as failure:  # the other side has closed it since
+                return self._on_connect_error(failure)
         self._problem = "something listens there but does not answer; check whether that process is stopped"
         self._handshake = ClientHandshake(self._key, secrets.token_bytes(NONCE_BYTES), self._request)
         self._unsent = self._handshake.hello
@@ -414,6 +435,12 @@ class PendingConnection:
             self._sock.close()
         self._sock = self._handshake = None
         self._unsent = b""
+        self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        if self._no_answer is not None:
+            self._no_answer.cancel()
+            self._no_answer = None
 
     def _describe(self) -> str:
         return f"rank {self._request.rank} could not connect to {self._address} for {self._request.purpose!r}"

@@ -30,7 +30,7 @@ from ronde.errors import ProtocolError
 from ronde.net.keys import JobKey
 from ronde.types import Topology
 
-VERSION = 3
+VERSION = 4
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_REQUEST_BYTES = 4096
@@ -60,6 +60,9 @@ class ConnectionRequest:
     """The identity of its process."""
     round: int = 0
     """The id of the round for which it connects; 0 if it is in none."""
+    ready: bool = False
+    """Whether the worker of an elastic job has built what it trains, so that it may be in the next round. In such a job
+    `rank` is the number of the worker."""
 
 
 def member_request(topology: Topology, purpose: str, detail: str = "") -> ConnectionRequest:

@@ -36,7 +36,8 @@ class JobKey:
         digits = "0123456789abcdefABCDEF"
         if not isinstance(hex, str) or len(hex) != 2 * SEED_BYTES or not set(hex) <= set(digits):
             raise ValueError(
-                f"the job's key must be {2 * SEED_BYTES} hexadecimal digits; make one with ronde.net.keys.new_job_key()"
+                f"the job's key must be {2 * SEED_BYTES} hexadecimal digits; make one with Python's "
+                f"secrets.token_hex({SEED_BYTES})"
             )
         self._seed = bytes.fromhex(hex)
         # The CURVE keys of the coordinator and of the workers, as the 40 characters of Z85 that ZeroMQ takes.

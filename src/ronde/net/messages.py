@@ -21,7 +21,7 @@ from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import CPU, Member
 
-VERSION = 6
+VERSION = 9
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_INTERNED_BYTES = 4 * 1024 * 1024
 """Encoded announcements that a WorkerMessageDecoder remembers."""
@@ -75,6 +75,10 @@ class JoinRound(WorkerMessage, frozen=True):
     """Groups that exist from the start, as sorted ranks; equal on all members."""
     must_be_equal: dict[str, str] = {}
     """What else must be equal on all members, by name: settings of the data plane, versions."""
+    has_state: bool = True
+    """Of an elastic job: whether others can get the state of training from it. False if it would get it from them."""
+    progress: int = -1
+    """How far a worker that was in the round before has come in training, as a number that grows; -1: it cannot say."""
 
 
 class AnnounceOperations(WorkerMessage, frozen=True):
@@ -190,10 +194,20 @@ class LeaveReason(enum.IntEnum):
     PROCESS_GONE = 6  # and nobody says why
     UNREACHABLE = 7  # the network to its host is cut
     MESSAGES_LOST = 8  # between it and the coordinator; also sent by a worker, over its liveness connection
+    REJOINING = 9  # sent by a worker of an elastic job that will ask to be in the next round
+    PREEMPTED = 10  # sent by a worker of an elastic job that was told to go (SIGTERM) and does not come back
+    FINISHED = 11  # sent by a worker of an elastic job when all members have finished it
+    SUSPENDED = 12  # it was silent for too long while others waited, and was left behind
 
     @property
     def is_orderly(self) -> bool:
-        return self in (LeaveReason.SHUTDOWN, LeaveReason.SCRIPT_ENDED)
+        return self in (
+            LeaveReason.SHUTDOWN,
+            LeaveReason.SCRIPT_ENDED,
+            LeaveReason.REJOINING,
+            LeaveReason.PREEMPTED,
+            LeaveReason.FINISHED,
+        )
 
 
 class LeaveRound(WorkerMessage, frozen=True):
@@ -219,10 +233,29 @@ class RoundStarted(CoordinatorMessage, frozen=True):
     round: int
     """Its id, which no other round of the job has."""
     members: tuple[Member, ...]
+    timeline: str = ""
+    """The file that the settings of the coordinator name for the timeline of all ranks; empty for none."""
+
+
+class RefusalKind(enum.IntEnum):
+    FAILED = 0  # the round cannot start
+    FINISHED = 1  # the elastic job is finished: the worker has nothing left to do
+    LEFT_BEHIND = 2  # the worker was lost or suspended, and the others have gone on without it
+    BEGUN = 3  # the first round of the elastic job has begun without the worker: it connects again, as a candidate
+    STATE_LOST = 4  # all ranks with the state of training are lost, and the worker has not begun as one of the first
 
 
 class JoinRefused(CoordinatorMessage, frozen=True):
     reason: str
+    kind: RefusalKind = RefusalKind.FAILED
+
+
+class RoundChangeWanted(CoordinatorMessage, frozen=True):
+    """Newcomers wait: leave the round (REJOINING) after the step under way, all members after the same one, and join
+    the next round."""
+
+    reason: str
+    """As text for the user."""
 
 
 class AgreedOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -234,8 +267,8 @@ class AgreedOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     request: OperationRequest | None = None
     """In full for a rank that has called join() and did not announce it."""
     row_counts: tuple[int, ...] | None = None
-    """allgather, gather: first dimension per member and array (member-major). all-to-all: rows that member i sends to
-    member j, row-major. scatter: rows for each member."""
+    """allgather, gather: first dimension per member and array (member-major). all-to-all: rows that each member sends
+    to this one. scatter: rows for each member."""
     shared_id: int = -1
     """From now on the members announce it in shared memory under this id, until RevokeSharedIds; -1: they do not."""
 
@@ -255,6 +288,8 @@ class OperationRejected(CoordinatorMessage, frozen=True):
     group: int
     name: str
     reason: str
+    joined: tuple[int, ...] = ()
+    """Ranks in join() that cannot take part in it, if that is the reason."""
 
 
 class UnknownOperationId(CoordinatorMessage, frozen=True):
@@ -363,13 +398,14 @@ class LeaveConfirmed(CoordinatorMessage, frozen=True):
 
 LIVENESS = "life"
 """Purpose of a liveness connection: a socket that stays open as long as the rank's process lives. Nothing is sent over
-it, but for one LeaveRound of a rank whose control connection is broken."""
+it, but for one LeaveRound of a rank whose control connection is broken, or whose control thread has failed."""
 
 
 class AdmissionStatus(enum.IntEnum):
     ADMITTED = 0
     RETRY = 1  # the round under way is not this rank's, the next one may be: connect again
     REFUSED = 2  # connecting again would not help
+    CANDIDATE = 3  # the elastic job is under way: be a world of one until elastic.run(), then connect again
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -383,6 +419,12 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     sender: str = ""
     """The name of its control connection, if the rank is admitted: the identity of the worker and a number. No other
     connection of the job has it."""
+    rank: int = 0
+    """Of a CANDIDATE: the rank that it would have in a round of its own and the present members. Never 0."""
+    size: int = 0
+    """Of a CANDIDATE: the number of ranks of that round."""
+    refusal_kind: RefusalKind = RefusalKind.FAILED
+    """Of a REFUSED one."""
 
 
 _T = TypeVar("_T")

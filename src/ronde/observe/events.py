@@ -46,6 +46,22 @@ class Stopped(Event, frozen=True, kw_only=True):
         return ("left in order" if self.orderly else "left out of order") + _reason_suffix(self.why)
 
 
+class RoundChanged(Event, frozen=True, kw_only=True):
+    """In an elastic job: the rank takes part in another round, and has the state of training. `at_ns` is when."""
+
+    size: int
+    why: str
+    """Why the round before has ended."""
+    noticed_ns: int
+    """When this rank noticed that its round was over."""
+    joined_ns: int
+    """When it was a member of the new round."""
+
+    def words(self) -> str:
+        took_ms = (self.at_ns - self.noticed_ns) / 1e6
+        return f"one of {self.size} ranks after {took_ms:.0f} ms{_reason_suffix(self.why)}"
+
+
 class OperationFailed(Event, frozen=True, kw_only=True):
     """An operation ended in an error on this rank."""
 

@@ -56,6 +56,7 @@ class OperationCounters:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
         self._ended_threads: CountsByKind = {}
+        """The sums of threads that have ended, and of sources that were removed."""
         self._threads: list[tuple[weakref.ref[_ThreadMarker], CountsByKind]] = []
         self._this_thread = _ThreadCounts(self._register)
         self._sources: list[tuple[int, str, Callable[[], Counts]]] = []
@@ -70,6 +71,13 @@ class OperationCounters:
         """Include operations that are counted elsewhere: `counts` returns their sums so far."""
         with self._lock:
             self._sources.append((group, kind, counts))
+
+    def remove_source(self, group: int, kind: str, counts: Callable[[], Counts]) -> None:
+        """Keep the sums of a source, given as to add_source(), and not the source: it counts nothing any more."""
+        with self._lock:
+            self._sources.remove((group, kind, counts))
+            if (counted := counts()) != ZERO_COUNTS:
+                _merge(self._ended_threads, {(group, kind): counted})
 
     def snapshot(self, rank: int) -> Metrics:
         with self._lock:

@@ -61,6 +61,10 @@ class Recorder:
         """Include operations that are counted elsewhere: `counts` returns their sums so far."""
         self._counters.add_source(group, kind, counts)
 
+    def remove_counts(self, group: int, kind: str, counts: Callable[[], Counts]) -> None:
+        """Keep the sums of add_counts() as they are now. Called when `counts` counts nothing any more."""
+        self._counters.remove_source(group, kind, counts)
+
     def record_batch_start(self, at_ns: int | None, negotiated: Iterable[NegotiationSlice]) -> None:
         """Keep for the trace that named operations start together; None if others of the batch have told when. Only
         called when `tracing`."""

@@ -7,6 +7,7 @@ equal ones together.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import linecache
 import os
@@ -16,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -30,6 +32,7 @@ MAX_STACK_CHARS = 64 * 1024
 
 ProcessState: TypeAlias = Literal["running", "sleeping", "blocked", "stopped", "gone"]
 GONE: ProcessState = "gone"
+RUNNING: ProcessState = "running"
 
 _STATES: dict[str, ProcessState] = {
     "R": "running",
@@ -94,7 +97,7 @@ def dump_stacks() -> tuple[str, str]:
             (each.f_code.co_filename, number, each.f_code.co_name, each.f_globals)
             for each, number in itertools.islice(traceback.walk_stack(frame), MAX_FRAMES)
         ]
-        for ident, frame in sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
+        for ident, frame in sorted(_current_frames().items(), key=lambda item: (item[0] != main, item[0]))
     }
     # StackSummary.extract() would ask the file system whether each source has changed, which may hang.
     seen = {
@@ -113,6 +116,18 @@ def dump_stacks() -> tuple[str, str]:
             texts.append(f"{title}:\n{''.join(traceback.format_list(frames[::-1]))}")
     stack = escape_surrogates("\n".join(texts))
     return line, stack if len(stack) <= MAX_STACK_CHARS else stack[: MAX_STACK_CHARS - 1] + "…"
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """The frames of all threads. While Python collects them it holds a lock that the finalizer of a threading.local
+    needs, too, so garbage that is collected meanwhile could stop the process for ever."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def where_was_raised(error: BaseException) -> str:

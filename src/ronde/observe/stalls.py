@@ -63,7 +63,7 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class FailureStacks:
     """Where ranks were when a round failed, for the report of the job."""
 
     first: int

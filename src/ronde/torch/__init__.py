@@ -11,6 +11,7 @@ The guide is docs/guides/pytorch.md.
 
 from __future__ import annotations
 
+import ronde.torch.elastic_state  # noqa: F401 - registers the parts of an elastic State
 from ronde.errors import CheckpointError, OutOfSync
 from ronde.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from ronde.torch.broadcast_state import (
@@ -31,6 +32,7 @@ from ronde.torch.collectives import (
     reduce_scatter,
     scatter,
 )
+from ronde.torch.elastic_sampler import ElasticBatchSampler
 from ronde.torch.learning_rate import cosine, milestones, scale_lr, warmup
 from ronde.torch.metrics import average_metrics
 from ronde.torch.optimizer import Distributed, DistributedOptimizer
@@ -44,6 +46,7 @@ __all__ = [
     "Checkpoints",
     "Distributed",
     "DistributedOptimizer",
+    "ElasticBatchSampler",
     "GradientSettings",
     "OutOfSync",
     "Restored",

@@ -26,6 +26,7 @@ from operator import attrgetter, is_, ne
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
@@ -164,7 +165,8 @@ class TorchAdapter:
         large, small = bucket.large, bucket.small
         if any(map(ne, map(Tensor.data_ptr, bucket.views), bucket.addresses)):
             moved = map(ne, map(Tensor.data_ptr, bucket.views), bucket.addresses)
-            raise self._conversion_error(next(compress((*large.indices, *small.indices), moved)))
+            for index in list(compress((*large.indices, *small.indices), moved)):
+                self._renew_view(bucket, index)
         in_place = all(map(is_, map(_grad_of, large.parameters), large.views))
         if in_place and all(map(is_, map(_grad_of, small.parameters), small.views)):
             bucket.memory.uses_spare = False
@@ -199,12 +201,16 @@ class TorchAdapter:
                 self._assign_copies(bucket, set(indices))
 
     def still_has_result(self, ready_index: int | None) -> bool:
-        new = None
+        ready = None if ready_index is None else self._parameters[ready_index]
+        is_new = False
         if ready_index is not None and self._last_was_copied and self._is_large(ready_index):
-            if ready_index not in self._on_device:
-                # It is in its view by now, but was not added to what had been there.
-                new = self._parameters[ready_index]
-        return any(tensor is not new and self._is_result(tensor) for tensor in self._tensors)
+            # It is in its view by now, but was not added to what had been there.
+            is_new = ready_index not in self._on_device
+        others = [tensor.grad for tensor in self._tensors if tensor is not ready and self._is_result(tensor)]
+        if others:
+            # If all were set to zero, the one that is ready was, too, before a gradient was added to it.
+            return any(bool(_numbers_of(grad).any()) for grad in others if grad is not None)
+        return ready is not None and not is_new and self._is_result(ready)
 
     def has_unreduced_gradient(self) -> bool:
         trained = (tensor for tensor in self._tensors if tensor.requires_grad)
@@ -212,6 +218,19 @@ class TorchAdapter:
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
         torch._foreach_mul_([view for view in map(self._current_view, indices) if view is not None], factor)
+
+    def take_gradients(self) -> list[Tensor | None]:
+        taken = list(map(_grad_of, self._tensors))
+        for tensor in self._tensors:
+            tensor.grad = None
+        return taken
+
+    def put_back_gradients(self, taken: Any, factor: float) -> None:  # what take_gradients() returned
+        for tensor, grad in zip(self._tensors, taken, strict=False):  # others may have been added since
+            tensor.grad = grad
+        if factor != 1.0:
+            with torch.no_grad():
+                torch._foreach_mul_([_numbers_of(grad) for grad in taken if grad is not None], factor)
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
         found: dict[int, Tensor] = {}
@@ -276,6 +295,23 @@ class TorchAdapter:
     def _select_views(self, indices: list[int]) -> _BucketViews:
         views = [view for index in indices if (view := self._views[index]) is not None]
         return _BucketViews(indices, [self._parameters[index] for index in indices], views)
+
+    def _renew_view(self, bucket: _BucketTensors, index: int) -> None:
+        """Make another view of a gradient's memory: its view has got other memory, by p.grad.data = something, which
+        stays the gradient, or because the model was converted. ValueError if the parameter was converted, too."""
+        parameter, known = self._parameters[index], self._parameter_infos[index]
+        now = self._describe_parameter(known.name, parameter)
+        is_same = msgspec.structs.replace(now, sparse=known.sparse) == known
+        if not is_same or is_on_device(parameter) != (index in self._on_device):
+            raise self._conversion_error(index)
+        references, position = self._large_references.get(index), 0
+        if references is None:
+            references, position = bucket.small_references, bucket.small.indices.index(index)
+        assert references is not None  # else nobody but us has ever had the view
+        # With the same storage, by which it is known what users have kept.
+        view = self._views[index] = self._view_by_id[id(parameter)] = _view_of(references.storages[position], parameter)
+        references.tensors[position] = view
+        bucket.replace_view(index, view)
 
     def _copy_one_of_any_bucket(self, index: int, kinds: dict[int, GradientKind]) -> None:
         """Copy a gradient when the buckets are new, so that nobody has kept anything of them, or find that it is in no
@@ -441,6 +477,14 @@ class _BucketTensors:
         self.addresses = [view.data_ptr() for view in self.views]  # converting a model gives a view another
         self.spare_views: dict[int, Tensor] = {}  # by index, made when they are needed
 
+    def replace_view(self, index: int, view: Tensor) -> None:
+        """Use another view of the same memory for the gradient of this parameter."""
+        position = [*self.large.indices, *self.small.indices].index(index)
+        self.views[position] = view
+        for views in (self.large, self.small, *self.small_parts):
+            if index in views.indices:
+                views.views[views.indices.index(index)] = view
+
 
 class _References:
     """Tells whether others have references to some tensors, or to their memory.
@@ -452,9 +496,9 @@ class _References:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         """Nobody else has the tensors now."""
-        self._tensors = tensors
-        self._storages: list[Any] = [tensor.untyped_storage() for tensor in tensors]
-        self._storage_addresses = [storage._cdata for storage in self._storages]
+        self.tensors = tensors
+        self.storages: list[Any] = [tensor.untyped_storage() for tensor in tensors]
+        self._storage_addresses = [storage._cdata for storage in self.storages]
         self._counts_at_first = self._count()
 
     def are_ours(self) -> bool:
@@ -470,9 +514,9 @@ class _References:
         functions: Any = torch._C
         methods: Any = Tensor
         return [
-            list(map(sys.getrefcount, self._tensors)),
-            list(map(methods._use_count, self._tensors)),
-            list(map(sys.getrefcount, self._storages)),
+            list(map(sys.getrefcount, self.tensors)),
+            list(map(methods._use_count, self.tensors)),
+            list(map(sys.getrefcount, self.storages)),
             list(map(functions._storage_Use_Count, self._storage_addresses)),
         ]
 
@@ -522,6 +566,10 @@ def _copy_together(bucket_views: _BucketViews) -> bool:
     return True
 
 
+def _numbers_of(grad: Tensor) -> Tensor:
+    return grad if grad.layout is torch.strided else grad._values()
+
+
 def is_on_device(parameter: Tensor) -> bool:
     """Whether its gradients cannot be in the memory of the host."""
     return parameter.device != CPU
@@ -545,7 +593,10 @@ def _remove_hooks(hooks: list[RemovableHandle]) -> None:
 def _view_like(memory: Array, parameter: Tensor) -> Tensor:
     """The memory as a tensor of the parameter's shape and, as optimizers like it, of its order of elements. It has a
     storage of its own, and no base: then nobody can get at the memory without a reference to one of the two."""
-    storage = tensor_view(memory, WIRE_TYPES[parameter.dtype][0]).untyped_storage()
+    return _view_of(tensor_view(memory, WIRE_TYPES[parameter.dtype][0]).untyped_storage(), parameter)
+
+
+def _view_of(storage: torch.UntypedStorage, parameter: Tensor) -> Tensor:
     packed = parameter if _is_packed(parameter) else torch.empty(parameter.shape, device="meta")
     return torch.empty(0, dtype=parameter.dtype).set_(storage, 0, parameter.shape, packed.stride())
 
@@ -586,7 +637,8 @@ class TorchBackwardPass:
     """The autograd engine, as a BackwardPass."""
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call this at the end of the running pass. What it raises, backward() raises."""
+        """Call this at the end of the running pass. What it raises, backward() raises, and drops the callbacks behind
+        it."""
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if getattr(compiled, "in_compiled_autograd_region", False):
             raise RuntimeError(

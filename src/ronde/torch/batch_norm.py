@@ -2,6 +2,9 @@
 
 Forward: each member's number of values, mean and variance per channel are gathered and combined; backward: two sums per
 channel are added up. Everything else stays local. Members may have batches of different sizes, also none at all.
+
+Behind an ElasticBatchSampler, gradients are weighted by samples when they are reduced. So the sums of the backward pass
+are, too, and a rank that only computes along, without a sample of its own, has no part in the statistics.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.torch.tensors import ReduceOptions, allgather_tensors, allreduce_tensors
+from ronde.training.steps import gradient_weight
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -91,6 +95,8 @@ class _NormalizeFunction(torch.autograd.Function):
         dx = weight * invstd * (dy - sum(dy) / n - xmu * invstd² * sum(dy * xmu) / n)
 
     where the sums go over all members. Those of weight and bias stay local: the optimizer adds them up like all others.
+    What it multiplies the gradients of a member with, if batches differ in size, is a factor of that member's dy in the
+    sums; dx is multiplied by it later, so here the sums are divided by it.
     """
 
     @staticmethod
@@ -102,7 +108,8 @@ class _NormalizeFunction(torch.autograd.Function):
         eps: float,
         group: Group,
     ) -> tuple[Tensor, ...]:
-        mean, variance, count = _statistics(x, group)
+        ctx.gradient_weight = gradient_weight(group)
+        mean, variance, count = _statistics(x, group, has_samples=ctx.gradient_weight > 0)
         invstd = torch.rsqrt(variance + eps)
         scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
         shift = -mean * scale if bias is None else bias.to(invstd.dtype) - mean * scale
@@ -120,7 +127,9 @@ class _NormalizeFunction(torch.autograd.Function):
         dy, xmu = dy.to(mean.dtype), x.to(mean.dtype) - _broadcast_channels(mean, x)
         sums = torch.stack([dy.sum(dims), (dy * xmu).sum(dims)])
         mine_dy, mine_dy_xmu = sums.unbind()
-        total_dy, total_dy_xmu = allreduce_tensors(ctx.group, [sums], [None], ReduceOptions(), name=None, wait=True)[0]
+        mine = sums * ctx.gradient_weight if ctx.gradient_weight else torch.zeros_like(sums)  # they may be infinite
+        total = allreduce_tensors(ctx.group, [mine], [None], ReduceOptions(), name=None, wait=True)[0]
+        total_dy, total_dy_xmu = total / (ctx.gradient_weight or 1.0)
         dx = None
         if ctx.needs_input_grad[0]:
             scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
@@ -132,12 +141,12 @@ class _NormalizeFunction(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance per channel, and the number of values behind them, of all members."""
+def _statistics(x: Tensor, group: Group, *, has_samples: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance per channel, and the number of values behind them, of all members whose values count."""
     exact = torch.float64 if x.dtype is torch.float64 else torch.float32
     channels = x.shape[1]
     mine = x.new_zeros((1, 2 * channels + 1), dtype=torch.float64)
-    if x.numel():
+    if x.numel() and has_samples:
         dims = [dim for dim in range(x.dim()) if dim != 1]
         variance, mean = torch.var_mean(x.to(exact), dims, correction=0)
         mine[0, :channels], mine[0, channels:-1], mine[0, -1] = mean, variance, x.numel() // channels

@@ -1,4 +1,5 @@
-"""One rank's parameters, optimizer state and objects on all ranks. Called before training, and after a restart.
+"""One rank's parameters, optimizer state and objects on all ranks. Called before training, and after a restart; in
+elastic training, at the start of a round, with several ranks that hold the same and share the work.
 
 Optimizer state that only the root has is created from what the root sends, not by taking a step.
 """
@@ -6,7 +7,7 @@ Optimizer state that only the root has is created from what the root sends, not 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,29 +18,25 @@ from torch.optim import Optimizer
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
-from ronde.torch.tensors import broadcast_tensors, check_tensor
+from ronde.torch.tensors import OutputTensor, as_host_array, broadcast_tensors, check_tensor
 from ronde.training.agreement import check_equal
 
+SYNC_TAG = 0x726F6E64
+"""The tag of messages with a giver's tensors."""
 NamedTensors: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 
 
 def broadcast_parameters(params: NamedTensors, root: int = 0, *, group: Group | None = None) -> None:
-    """Copy the tensors of the root, a rank of the job, into those of all ranks, in place.
+    """Copy the tensors of the root, a rank of the world, into those of all ranks, in place.
 
     `params` is a module (its parameters and all of its buffers), a state_dict, or pairs such as
     model.named_parameters(). If the ranks' tensors differ in name, dtype or shape, Mismatch names the first that does.
     """
-    members = resolve_group(group)
-    named = _named_tensors(params)
-    for name, tensor in named:
-        _check_tensor(name, tensor)
-    check_equal(members, "broadcast_parameters", [_describe_tensor(name, tensor) for name, tensor in named])
-    tensors = list({id(tensor): tensor for _, tensor in named}.values())
-    _broadcast_in_place(members, tensors, root)
+    sync_parameters(params, (root,), resolve_group(group))
 
 
 def broadcast_object(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # any object
-    """Return the object of the root, a rank of the job. What the other ranks pass is ignored."""
+    """Return the object of the root, a rank of the world. What the other ranks pass is ignored."""
     return objects.broadcast(obj, root, group=group)
 
 
@@ -54,24 +51,86 @@ def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, *, group: Gro
     Works for any optimizer over the same parameters, before its first step as well as later. State that only others
     than the root have is dropped. Parameters are not touched.
     """
-    members = resolve_group(group)
+    sync_optimizer_state(optimizer, (root,), resolve_group(group))
+
+
+# --- several givers -------------------------------------------------------------------------------------------------
+
+
+def sync_parameters(params: NamedTensors, givers: Sequence[int], members: Group) -> None:
+    """Copy the tensors of the givers, ranks of the world with the same parameters, into those of all other members.
+    Tensors that are no parameters, such as buffers, come from the first giver: those of others may differ. Collective.
+    """
+    named = _named_tensors(params)
+    for name, tensor in named:
+        _check_tensor(name, tensor)
+    check_equal(members, "broadcast_parameters", [_describe_tensor(name, tensor) for name, tensor in named])
+    tensors = list({id(tensor): tensor for _, tensor in named}.values())
+    sizes = [tensor.nbytes if isinstance(tensor, nn.Parameter) else 0 for tensor in tensors]
+    shared = zip(assign_givers(sizes, givers), sizes, strict=True)
+    _sync_tensors(tensors, [giver if size else givers[0] for giver, size in shared], givers, members)
+
+
+def sync_optimizer_state(optimizer: Optimizer, givers: Sequence[int], members: Group) -> None:
+    """Copy state and options of the givers' optimizers, which hold the same, into those of all other members.
+    Collective."""
     described = [
         _describe_tensor(f"parameter {number} of group {index}", param)
         for index, options in enumerate(optimizer.param_groups)
         for number, param in enumerate(options["params"])
     ]
     check_equal(members, "broadcast_optimizer_state", [type(optimizer).__name__, *described])
-    is_root = members.rank is not None and members.ranks[members.rank] == root
+    root, is_giver = givers[0], _own_rank(members) in givers
     tensors: list[Tensor] = []
-    skeleton = objects.broadcast(_make_skeleton(optimizer, tensors) if is_root else None, root, group=members)
-    if is_root:
-        _broadcast_in_place(members, tensors, root)
+    skeleton = make_skeleton(optimizer, tensors) if is_giver else None
+    skeleton = objects.broadcast(skeleton, root, group=members)
+    state, options = (None, None) if is_giver else fill_skeleton(skeleton, optimizer, tensors)
+    _sync_tensors(tensors, assign_givers([tensor.nbytes for tensor in tensors], givers), givers, members)
+    if state is not None and options is not None:
+        set_state(optimizer, state, options)
+
+
+def assign_givers(sizes: Sequence[int], givers: Sequence[int]) -> list[int]:
+    """For tensors of so many bytes, the giver that sends each: all of them send about equally much."""
+    loads = dict.fromkeys(givers, 0)
+    assigned = [givers[0]] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        giver = assigned[index] = min(loads, key=loads.__getitem__)
+        loads[giver] += sizes[index]
+    return assigned
+
+
+def _sync_tensors(tensors: Sequence[Tensor], senders: Sequence[int], givers: Sequence[int], members: Group) -> None:
+    """Copy tensors of the givers, each from the giver that is its sender, into those of the members that are no givers,
+    all at once. If these are few, the tensors are sent directly to them, so that the givers receive nothing."""
+    takers = [rank for rank in members.ranks if rank not in givers]
+    memory = [(_as_sendable(tensor), sender) for tensor, sender in zip(tensors, senders, strict=True) if tensor.numel()]
+    if not takers or not memory:
         return
-    state, options = _fill_skeleton(skeleton, optimizer, tensors)
-    _broadcast_in_place(members, tensors, root)
-    optimizer.state = defaultdict(dict, state)
-    for mine, given in zip(optimizer.param_groups, options, strict=True):
-        mine.update(given)
+    own_rank, what = _own_rank(members), "the state of a giver"
+    works: list[Any] = []
+    if len(givers) == 1 or len(takers) > len(givers):
+        for giver in givers:
+            sent = [tensor for tensor, sender in memory if sender == giver]
+            received = [torch.empty_like(each) for each in sent] if own_rank in givers and own_rank != giver else sent
+            works.append(broadcast_tensors(members, sent, received, giver, name=None, wait=False))
+        for work in works:
+            work.wait()
+    elif own_rank in givers:
+        arrays = [as_host_array(tensor, what) for tensor, sender in memory if sender == own_rank]
+        works = [members.send(array, taker, tag=SYNC_TAG, wait=False) for array in arrays for taker in takers]
+        for work in works:
+            work.wait()
+    else:
+        outputs = [OutputTensor(tensor, tensor, as_host_array(tensor, what), what) for tensor, _ in memory]
+        for output, (_, sender) in zip(outputs, memory, strict=True):
+            works.append(members.receive(output.array, sender, tag=SYNC_TAG, wait=False))
+        for output, work in zip(outputs, works, strict=True):
+            output.finish(work.wait())
+
+
+def _own_rank(members: Group) -> int | None:
+    return None if members.rank is None else members.ranks[members.rank]
 
 
 # --- inside ---------------------------------------------------------------------------------------------------------
@@ -110,12 +169,6 @@ def _describe_tensor(name: str, tensor: Tensor) -> str:
     return f"{name!r}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _broadcast_in_place(members: Group, tensors: list[Tensor], root: int) -> None:
-    if tensors:
-        memory = [_as_sendable(tensor) for tensor in tensors]
-        broadcast_tensors(members, memory, memory, root, name=None, wait=False).wait()
-
-
 def _as_sendable(tensor: Tensor) -> Tensor:
     """The same memory as a dtype that can be broadcast."""
     if tensor.is_complex():
@@ -139,13 +192,13 @@ class _RankLocal:
     """Stands for something that every rank has its own of, such as a group."""
 
 
-_Skeleton: TypeAlias = tuple[list[tuple[Any, Any]], list[dict[str, Any]]]
+Skeleton: TypeAlias = tuple[list[tuple[Any, Any]], list[dict[str, Any]]]
 """An optimizer's state and options with placeholders for tensors. The key of a parameter's state is its number; other
 keys stay as they are."""
 
 
-def _make_skeleton(optimizer: Optimizer, sent: list[Tensor]) -> _Skeleton:
-    """The root's skeleton. The tensors are appended to `sent`, in the order of their placeholders."""
+def make_skeleton(optimizer: Optimizer, sent: list[Tensor]) -> Skeleton:
+    """The skeleton of an optimizer. The tensors are appended to `sent`, in the order of their placeholders."""
     numbers = {id(param): number for number, param in enumerate(_params(optimizer))}
     state: list[tuple[Any, Any]] = []
     states: Mapping[Any, Any] = optimizer.state  # torch says tensors only, but some optimizers keep other keys too
@@ -161,10 +214,11 @@ def _make_skeleton(optimizer: Optimizer, sent: list[Tensor]) -> _Skeleton:
     return state, options
 
 
-def _fill_skeleton(
-    skeleton: _Skeleton, optimizer: Optimizer, received: list[Tensor]
+def fill_skeleton(
+    skeleton: Skeleton, optimizer: Optimizer, received: list[Tensor]
 ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """Another rank's state and options. Its tensors, old ones where they fit, are appended to `received`."""
+    """State and options for an optimizer over the same parameters. Their tensors, old ones where they fit, are appended
+    to `received`: their numbers are to be filled in."""
     params, state = _params(optimizer), {}
     for key, value in skeleton[0]:
         param = params[key] if isinstance(key, int) else None
@@ -175,6 +229,13 @@ def _fill_skeleton(
         for given, mine in zip(skeleton[1], optimizer.param_groups, strict=True)
     ]
     return state, options
+
+
+def set_state(optimizer: Optimizer, state: dict[Any, Any], options: Sequence[dict[str, Any]]) -> None:
+    """Let an optimizer have the state and options that fill_skeleton() made."""
+    optimizer.state = defaultdict(dict, state)
+    for mine, given in zip(optimizer.param_groups, options, strict=True):
+        mine.update(given)
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

@@ -12,6 +12,7 @@ Rank 0 of the group writes and reads; the others need no access to the path.
 from __future__ import annotations
 
 import io
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -24,10 +25,13 @@ import torch
 
 from ronde.comm import objects
 from ronde.comm.group import Group
-from ronde.comm.world import resolve_group
-from ronde.errors import CheckpointError
+from ronde.comm.world import current_world, is_initialized, resolve_group
+from ronde.elastic.training_loop import is_loss
+from ronde.errors import CheckpointError, RoundEnded
 from ronde.training import checkpoints
 from ronde.training.checkpoints import FoundCheckpoint, open_storage
+
+logger = logging.getLogger("ronde.torch")
 
 CHUNK_BYTES = 64 << 20
 """Rank 0 broadcasts a checkpoint in pieces of this size."""
@@ -87,7 +91,7 @@ class Checkpoints:
 
         Call it between steps: after optimizer.step(), so that the sampler's position and the parameters fit together.
         """
-        if resolve_group(self._group).rank != 0:
+        if not self._is_writer():
             return None
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         contents = {"step": step, "extras": dict(extras or {}), "parts": parts}
@@ -97,9 +101,12 @@ class Checkpoints:
         """Load the latest valid checkpoint (or that of a step) into all parts. Return None if there is none.
 
         Every rank calls it. Rank 0 reads, the others get it from there. A checkpoint that is damaged, as after a crash,
-        is skipped with a warning.
+        is skipped with a warning. In a process that comes to a running elastic job it returns None: the process gets
+        the state of the others. The same on the others if a rank of an elastic job is lost meanwhile.
         """
         members = resolve_group(self._group)
+        if _is_candidate():
+            return None
         with ExitStack() as reading:
             found: FoundCheckpoint | str | None = None  # or an error message for all ranks
             if members.rank == 0:
@@ -107,13 +114,25 @@ class Checkpoints:
                     found = reading.enter_context(checkpoints.open_latest(self._storage, step))
                 except CheckpointError as error:
                     found = str(error)
-            found = found if members.size == 1 else objects.broadcast(found, members.ranks[0], group=members)
+            source: Path | io.BytesIO | None = found.local_path if isinstance(found, FoundCheckpoint) else None
+            if members.size > 1:
+                try:
+                    found = objects.broadcast(found, members.ranks[0], group=members)
+                    if isinstance(found, FoundCheckpoint):
+                        source = _broadcast_file(members, found)
+                except RoundEnded as error:
+                    world = current_world()
+                    if not (world.settings.elastic and is_loss(error)):
+                        raise
+                    if members.rank != 0:  # ronde.elastic.run() lets it get the state of rank 0, if that is not lost
+                        logger.warning("%s; no checkpoint is loaded here", error)
+                        world.has_state = False
+                        return None
             if isinstance(found, str):
                 raise CheckpointError(found)
-            if found is None:
+            if found is None or source is None:
                 return None
             path = found.full_path
-            source = found.local_path if members.size == 1 else _broadcast_file(members, found)
             try:
                 contents = torch.load(source, map_location="cpu", weights_only=not self._trusted)
             except Exception as error:  # of a trusted one's objects: any
@@ -127,8 +146,11 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Remove all checkpoints of the folder, to start over. Rank 0 does it; the others return at once."""
-        if resolve_group(self._group).rank == 0:
+        if self._is_writer():
             checkpoints.clear(self._storage)
+
+    def _is_writer(self) -> bool:
+        return resolve_group(self._group).rank == 0 and not _is_candidate()
 
     def _write(self, contents: dict[str, Any], path: Path) -> None:
         try:
@@ -159,6 +181,12 @@ class Checkpoints:
                 text = f"{name} of the checkpoint {path} does not fit: {type(error).__name__}: {error}"
                 raise CheckpointError(f"{text} (loaded before it: {', '.join(loaded) or 'nothing'})") from error
             loaded.append(name)
+
+
+def _is_candidate() -> bool:
+    """Whether this process has come to a running elastic job: until it joins that, it is rank 0 of a group of its own,
+    and the checkpoints are those of the others."""
+    return is_initialized() and current_world().is_candidate
 
 
 def _broadcast_file(members: Group, found: FoundCheckpoint) -> Path | io.BytesIO:

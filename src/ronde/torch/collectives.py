@@ -45,7 +45,18 @@ from ronde.torch.tensors import (
 )
 from ronde.types import Op, parse_op
 
-__all__ = ["allgather", "allreduce", "allreduce_sparse", "alltoall", "barrier", "broadcast", "reduce_scatter"]
+__all__ = [
+    "allgather",
+    "allreduce",
+    "allreduce_sparse",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
 
 
 def allreduce_sparse(group: Group, x: Tensor, options: ReduceOptions, *, name: str | None, wait: bool) -> Any:
@@ -113,7 +124,8 @@ def allgather(
 ) -> Any:
     """Return the tensors of all members, concatenated along the first dimension, in which they may differ.
 
-    A scalar counts as one row.
+    A scalar counts as one row. Without a name, wait=False still waits until every member has called, because only then
+    is the size of the result known.
     """
     members = resolve_group(group)
     xs, many = _as_list(x, "allgather")
@@ -132,7 +144,7 @@ def broadcast(
     name: str | None = None,
     wait: bool = True,
 ) -> Any:
-    """Return the tensor of the root, a rank of the job, in a new tensor or in `out`.
+    """Return the tensor of the root, a rank of the world, in a new tensor or in `out`.
 
     The tensors of the other ranks only give shape and dtype. They must require a gradient if the root's does.
     """
@@ -174,7 +186,10 @@ def alltoall(
     wait: bool = True,
 ) -> Any:
     """Send splits[i] rows of x to member i (default: equal shares). Return the rows that this rank received, in the
-    order of the members, and how many came from each."""
+    order of the members, and how many came from each.
+
+    Without a name, wait=False still waits until every member has called, as in allgather.
+    """
     members = resolve_group(group)
     if wait and isinstance(x, Tensor) and _needs_gradient([x]):
         return AlltoallFunction.apply(members, splits, name, x)
@@ -193,8 +208,8 @@ def reduce(
     postscale: float = 1.0,
     wait: bool = True,
 ) -> Any:
-    """Return postscale * op(prescale * x) over all members on the root, a rank of the job, in a new tensor or in `out`;
-    None on the others. It has no gradient."""
+    """Return postscale * op(prescale * x) over all members on the root, a rank of the world, in a new tensor or in
+    `out`; None on the others. It has no gradient."""
     members, options = resolve_group(group), ReduceOptions(op, prescale, postscale)
     xs, many = _as_list(x, "reduce")
     _check_no_gradient(xs, "reduce")
@@ -210,8 +225,11 @@ def gather(
     name: str | None = None,
     wait: bool = True,
 ) -> Any:
-    """Return the tensors of all members on the root, a rank of the job, concatenated along the first dimension, in
-    which they may differ; None on the others. It has no gradient."""
+    """Return the tensors of all members on the root, a rank of the world, concatenated along the first dimension, in
+    which they may differ; None on the others. It has no gradient.
+
+    Without a name, wait=False still waits until every member has called, as in allgather.
+    """
     members = resolve_group(group)
     xs, many = _as_list(x, "gather")
     _check_no_gradient(xs, "gather")
@@ -230,7 +248,8 @@ def scatter(
     """Share out the rows of the root's tensor, and return those of this rank: splits[i] rows for member i. By default
     all get equally many, or the first members one more. It has no gradient.
 
-    The tensors of the other ranks only give dtype and the shape of a row.
+    The tensors of the other ranks only give dtype and the shape of a row. Without a name, wait=False still waits until
+    every member has called, as in allgather.
     """
     members = resolve_group(group)
     xs, many = _as_list(x, "scatter")

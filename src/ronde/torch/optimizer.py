@@ -31,8 +31,9 @@ from ronde.torch.broadcast_state import broadcast_parameters
 from ronde.torch.tensors import tensor_view
 from ronde.training.compression import CastCodec, Codec, find_codec
 from ronde.training.gradient_settings import GradientSettings
-from ronde.training.reducer import ReadyCounter, Reducer
-from ronde.training.steps import TrainingStep
+from ronde.training.ready_counter import ReadyCounter
+from ronde.training.reducer import Reducer
+from ronde.training.steps import PassCallback, TrainingStep
 from ronde.types import Op, parse_op
 
 
@@ -58,6 +59,13 @@ def _read_names(named: Iterable[tuple[str, Tensor]], rank: int) -> dict[int, tup
 
 _open_reducers: WeakSet[OptimizerReducers] = WeakSet()
 """The OptimizerReducers of this process that are not closed. No parameter may be in two of them."""
+
+
+def count_steps_of(group: Group) -> int | None:
+    """How many steps the distributed optimizers over this group have made; None if there are none."""
+    counts = [reducers.num_steps for reducers in list(_open_reducers) if group in reducers.groups]
+    return sum(counts) if counts else None
+
 
 NamedParameters = Sequence[tuple[str, Tensor]]
 
@@ -85,8 +93,12 @@ class OptimizerReducers:
         """What a script calls to broadcast parameters, for errors; horovod.torch has another."""
         self._codec = codec
         self._params: list[list[Tensor]] = []  # by the optimizer's group of parameters
-        self._groups: list[Group] = []  # by the same, the ranks over which its gradients are averaged
+        self.groups: list[Group] = []
+        """By the optimizer's group of parameters, the ranks over which its gradients are averaged."""
         self._reducers: dict[Group, tuple[TorchAdapter, Reducer]] = {}
+        self.num_steps = 0
+        """How often the optimizer may have changed parameters: its steps so far."""
+        self._num_closure_calls = 0  # in the present step
         self._num_broadcast = 0  # of the optimizer's groups, by broadcast_parameters()
         self._single_rank_params: list[tuple[Group, NamedParameters]] = []  # of groups with nothing to reduce
         self._named_by_id: dict[int, tuple[str, Tensor]] = {}  # the parameters of the reducers
@@ -104,7 +116,7 @@ class OptimizerReducers:
             self._add_to_reducer(group, named)
         self.names.update(name for name, _ in named)
         self._params.append([parameter for _, parameter in named])
-        self._groups.append(group)
+        self.groups.append(group)
 
     def _named_parameters(self, param_group: Mapping[str, Any], added_later: bool) -> NamedParameters:
         group_index, known = len(self._params), param_group.get("param_names", ())
@@ -133,7 +145,7 @@ class OptimizerReducers:
         """Copy the parameters that were added since the last call to all of their ranks, from the first one. Every rank
         calls it."""
         first, self._num_broadcast = self._num_broadcast, len(self._params)
-        for group, params in zip(self._groups[first:], self._params[first:], strict=True):
+        for group, params in zip(self.groups[first:], self._params[first:], strict=True):
             if group.included and group.size > 1:
                 named = [self._named_by_id[id(parameter)] for parameter in params]
                 broadcast_parameters(named, group.ranks[0], group=group)
@@ -144,6 +156,7 @@ class OptimizerReducers:
         """Called before the optimizer's step(): average the gradients, or return other arguments for step() if it was
         given a closure that makes them."""
         self._check_param_groups(optimizer.param_groups)
+        self._num_closure_calls = 0
         if len(args) > 1 and args[1] is not None:
             return (args[0], partial(self._run_closure, args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
@@ -153,6 +166,7 @@ class OptimizerReducers:
 
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called after the optimizer's step()."""
+        self.num_steps += 1
         self.training_step.step_done()
         if is_initialized():
             mark_step()
@@ -165,16 +179,16 @@ class OptimizerReducers:
     def reset(self) -> None:
         """Agree anew at the next step: parameters were converted, or a new round has begun. Every rank calls it."""
         world = current_world("reset()")
-        groups = self._groups if self._group is None else [*self._groups, self._group]
+        groups = self.groups if self._group is None else [*self.groups, self._group]
         now = {group: group if group.id else world.group for group in groups}
         for group in now.values():
             if group not in world.groups:
                 raise ValueError(f"{group} no longer exists; close() this optimizer, and build one for today's groups")
-        self._groups = [now[group] for group in self._groups]
+        self.groups = [now[group] for group in self.groups]
         self._group = None if self._group is None else now[self._group]
         self._reducers = {now[group]: part for group, part in self._reducers.items()}
         for group, (_, reducer) in self._reducers.items():
-            reducer.reset(group)
+            reducer.reset(group, None if group.id else world)
         self.training_step.gradients_cleared()  # a pass may have been interrupted by the end of the round
         self._add_single_rank_params(now)
 
@@ -191,6 +205,9 @@ class OptimizerReducers:
     def _run_closure(self, closure: Callable[[], Any]) -> Any:
         """Call a closure of step(), average its gradients, and return its loss averaged over ranks: an optimizer that
         looks at it must decide alike on all."""
+        self._num_closure_calls += 1
+        if self._num_closure_calls == 2:  # between two calls an optimizer changes parameters
+            self.num_steps += 1
         loss = closure()
         self.training_step.synchronize()
         group = self._group or current_world().group
@@ -251,6 +268,7 @@ class OptimizerReducers:
                 broadcast_call=lambda: self.broadcast_call,
                 codec=self._codec,
                 overlap=_should_overlap(group) if settings.overlap is None else settings.overlap,
+                world=None if group.id else current_world(),
             )
             self._reducers[group] = (adapter, reducer)
             self.training_step.add_reducer(reducer)
@@ -278,6 +296,8 @@ disable_dynamo(
     Reducer.on_second_gradient,
     Reducer.on_bucket_full,
     TorchAdapter._on_large_gradient,
+    PassCallback.__call__,
+    PassCallback.__del__,
     TrainingStep.pass_started,
     TrainingStep._on_pass_end,
     TrainingStep._finish_reducing,

@@ -128,16 +128,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state_dict(), with any number of ranks."""
-        position = SamplePosition(int(state["epoch"]), int(state["consumed"]))
-        wrong = [
-            f"{key}={state[key]!r}, here {mine!r}" for key, mine in self._order_settings().items() if state[key] != mine
-        ]
-        if wrong and position.consumed:
-            raise ValueError(
-                f"cannot go on in the middle of epoch {position.epoch}: the saved order had {'; '.join(wrong)}; "
-                "make the sampler as it was, or set state['consumed'] to 0 to begin the epoch again"
-            )
-        self._position = position
+        self._position = SamplePosition.load(state, self._order_settings())
         self._finished_from = None
 
     def _order_settings(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class OutputTensor:
 
 
 class TensorWork:
-    """The handle of an operation on tensors that is under way. It has the methods of ronde.Work."""
+    """The handle of an operation on tensors that is under way. It is used as ronde.Work is, but no stream can wait."""
 
     def __init__(self, works: Sequence[Work], finish: Callable[[list[Any]], Any], name: str | None) -> None:
         self.name = name or ""

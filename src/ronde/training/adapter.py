@@ -89,14 +89,20 @@ class FrameworkAdapter(Protocol):
         those that had no gradient here."""
 
     def still_has_result(self, ready_index: int | None) -> bool:
-        """Whether the gradient of a parameter still is the result that was assigned last. Called at the first gradient
-        of a pass, that of `ready_index`, or of a new parameter (None)."""
+        """Whether the gradient of a parameter still is the result that was assigned last, and not all of them were set
+        to zero. Called at the first gradient of a pass, that of `ready_index`, or of a new parameter (None)."""
 
     def has_unreduced_gradient(self) -> bool:
         """Whether there is a gradient that is not a result. If there was no backward pass, the user has set it."""
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
         """Multiply the gradients in these arrays by a factor."""
+
+    def take_gradients(self) -> object:
+        """Return the gradients of all parameters, and let the parameters have none."""
+
+    def put_back_gradients(self, taken: object, factor: float) -> None:
+        """Make gradients that take_gradients() returned, multiplied by a factor, the gradients again."""
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
         """Return the indices of the gradients, dense or sparse, that have an infinity or a NaN."""
@@ -117,7 +123,8 @@ class BackwardPass(Protocol):
     """The backward pass of a library in which gradients become ready one by one."""
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call this at the end of the running pass."""
+        """Call this at the end of the running pass. If an error ends the pass, forget it without a call: nobody else
+        has a reference to it, and it notices."""
 
     def is_nested(self, on_resume: Callable[[], None]) -> bool:
         """Whether the pass that is ending runs inside of another one. Then on_resume is called when that one goes

@@ -62,10 +62,12 @@ class PlanProposal(msgspec.Struct, frozen=True):
     """Whether this rank would reduce buckets while the backward pass runs."""
 
 
-def agree_on_plan(group: Group, proposal: PlanProposal) -> PlanProposal:
-    """What all members make the buckets from, or Mismatch on all of them. Collective, in program order."""
+def agree_on_plan(group: Group, name: str, proposal: PlanProposal) -> PlanProposal:
+    """What all members make the buckets from, or Mismatch on all of them. Collective, matched by this name."""
+    own = np.frombuffer(msgspec.json.encode(proposal), np.uint8)
     with explain_joined_ranks():
-        proposals = objects.allgather(proposal, group=group)
+        gathered = group.allgather_each(own, name)
+    proposals = [msgspec.json.decode(data.tobytes(), type=PlanProposal) for data in gathered]
     return merge_proposals(dict(zip(group.ranks, proposals, strict=True)))
 
 

@@ -100,7 +100,7 @@ class FsspecStorage:
         try:
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it ships no types
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"{url} needs fsspec; install ronde[torch], or use a local folder") from error
+            raise ModuleNotFoundError(f"{url} needs fsspec: pip install fsspec, or use a local folder") from error
         self._url = url.rstrip("/")
         self._fs, folder = url_to_fs(url)
         self._directory = folder.rstrip("/")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ronde.comm.buffers import Array
 from ronde.training.adapter import ParameterInfo
-from ronde.training.buckets import GradientBucket
+from ronde.training.bucket_assignment import GradientBucket
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,10 +131,24 @@ class Halves(Compressor):
         return tensor.to(dtype) * 2
 
 
+class Divides:
+    """A compressor that is an object."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor / self._factor).float(), tensor.dtype
+
+    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor.to(ctx) * self._factor
+
+
 @check
 def a_compressor_of_ones_own_sees_every_gradient() -> None:
-    for one, other in zip(together(compression=Halves), alone(), strict=True):
-        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    for compression in (Halves, Halves(), Divides(4)):
+        for one, other in zip(together(compression=compression), alone(), strict=True):
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @check
@@ -203,6 +217,52 @@ def a_parameter_that_only_some_use_is_averaged_with_zeros() -> None:
     for weight in (first, last):
         assert weight.grad is not None
         same(weight.grad, torch.full_like(weight.grad, 1 / hvd.size()))
+
+
+@check
+def a_parameter_that_nobody_uses_gets_zeros() -> None:
+    for way in ("step", "synchronize", "skip"):
+        used, unused, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
+        frozen.requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([used, unused, frozen], lr=0.1, weight_decay=0.1))
+        used.sum().backward()
+        assert [each.grad for each in (unused, frozen)] == [None, None]
+        if way != "step":
+            optimizer.synchronize()
+            assert unused.grad is not None and not unused.grad.any()
+        if way == "skip":
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        elif way == "step":
+            optimizer.step()
+        assert frozen.grad is None and bool((frozen == 1).all())
+        if way != "synchronize":
+            same(unused.detach(), torch.full((2,), 0.99))
+        optimizer.close()
+
+
+@check
+def gradients_may_be_set_to_zero_by_the_model() -> None:
+    for options in ({"op": hvd.Sum}, {"backward_passes_per_step": 2}):
+        net = model()
+        optimizer = distributed(net, **options)
+        for _ in range(STEPS):
+            net.zero_grad(set_to_none=False)
+            for _ in range(optimizer.backward_passes_per_step):
+                learn(net)
+            optimizer.step()
+        optimizer.close()
+
+
+@check
+def a_parameter_may_have_two_names() -> None:
+    net = model()
+    named = [*net.named_parameters("critic"), *net.named_parameters("actor")]
+    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=named if hvd.rank() else named[::-1])
+    assert sorted(optimizer._parameter_names.values()) == sorted(name for name, _ in net.named_parameters("critic"))
+    learn(net)
+    same([param.grad for param in net.parameters()], learn(model(), whole=True))
+    optimizer.close()
 
 
 @check
@@ -305,6 +365,13 @@ def everybody_begins_with_the_roots_numbers() -> None:
 def objects_travel_too() -> None:
     assert hvd.broadcast_object({"rank": hvd.rank()}, root_rank=1) == {"rank": 1}
     assert hvd.allgather_object(("rank", hvd.rank())) == [("rank", rank) for rank in range(hvd.size())]
+    assert hvd.broadcast_object(hvd.rank(), root_rank=1, name="a") == 1
+    own = "a" if hvd.rank() == 0 else "b"
+    for function in (hvd.broadcast_object, hvd.allgather_object):
+        with raises(HorovodInternalError, f"the name of hvd.{function.__name__}: the ranks differ"):
+            function(own, name=own)
+        with raises(HorovodInternalError, f"the name of hvd.{function.__name__}: the ranks differ"):
+            function(own, name=own if hvd.rank() == 0 else None)
     with raises(ValueError, "a dict or a list"):
         hvd.broadcast_parameters((value for value in [torch.ones(1)]), root_rank=0)
     with raises(ValueError, "LBFGS"):

@@ -25,7 +25,8 @@ class ControlSocket:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(timeout_s)  # while the test waits for others; when it gives up, it closes the socket
         self._socket.connect(os.environ["TEST_SOCKET"])
-        self.rank = int(os.environ["RONDE_RANK"])
+        self.rank = int(os.environ.get("RONDE_WORKER") or os.environ["RONDE_RANK"])
+        """In an elastic job, the number of the worker."""
         self.send("connected", rank=self.rank, pid=os.getpid())
 
     def send(self, kind: str, **facts: object) -> None:

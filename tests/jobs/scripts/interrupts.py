@@ -30,7 +30,7 @@ def wait_in(how: str) -> list[float]:
     if how == "work":
         works.append(ronde.allreduce(x, wait=False))
         x = works[0].wait()
-    elif how == "named":
+    elif how in ("named", "repeated named"):
         x = ronde.allreduce(x, name="lonely")
     elif how == "behind":  # another operation in the background
         before = ronde.allreduce(x, wait=False)
@@ -68,12 +68,12 @@ def is_waiting(how: str) -> bool:
     """Whether the main thread waits for the other rank."""
     if how == "message":
         return ronde.world().message_channel.current_call() is not None
-    if how not in ("named", "group", "init", "request"):
+    if how not in ("named", "repeated named", "group", "init", "request"):
         return ronde.world().ordered_channel.current_call() is not None
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     frame: FrameType | None = sys._current_frames()[main_thread]
-    waits = ("wait_for_start", "_wait_for_reply", "_request_join", "wait_for_end")
+    waits = ("wait_for_start", "run_announced", "_wait_for_reply", "_request_join", "wait_for_end")
     while frame is not None and frame.f_code.co_name not in waits:
         frame = frame.f_back
     return frame is not None
@@ -82,7 +82,8 @@ def is_waiting(how: str) -> bool:
 class Handler:
     """Does what the test has chosen, and keeps what it got."""
 
-    def __init__(self, action: str) -> None:
+    def __init__(self, test: ControlSocket, action: str) -> None:
+        self.test = test
         self.action = action
         self.errors: list[str] = []
         self.took_s = -1.0
@@ -111,6 +112,8 @@ class Handler:
             except ronde.RondeError as error:
                 self.errors.append(str(error))
         self.took_s = time.monotonic() - began
+        if self.action == "operate":
+            self.test.send("operated")
         if self.action == "shut down and exit":
             raise SystemExit
 
@@ -151,7 +154,7 @@ def other_rank(test: ControlSocket, how: str) -> None:
 def main() -> None:
     with ControlSocket() as test:
         wanted = test.receive()
-        how, handler = wanted["how"], Handler(wanted["action"])
+        how, handler = wanted["how"], Handler(test, wanted["action"])
         signal.signal(signal.SIGUSR1, handler)
         if how == "init":
             if test.rank == 0:
@@ -165,6 +168,8 @@ def main() -> None:
             test.receive()
         ronde.init()
         ronde.barrier()
+        for _ in range(3 if how.startswith("repeated") else 0):  # a repeated allreduce takes a shorter way
+            ronde.allreduce(np.ones(3), name="lonely" if how == "repeated named" else None)
         if how == "init":
             test.send("joined", result=wait_in("blocking"))
         elif test.rank == 0:

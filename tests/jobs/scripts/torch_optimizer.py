@@ -19,12 +19,13 @@ from tests.jobs.torch_checks import (
     start,
     steps,
     training,
+    uneven,
     usual_steps,
     wires,
 )
 from tests.jobs.torch_checks.checks import CHECKS
 
-MODULES = (training, start, optimizers, models, changes, kept, steps, usual_steps, wires, mistakes)
+MODULES = (training, start, optimizers, models, changes, kept, steps, usual_steps, uneven, wires, mistakes)
 
 
 def main() -> None:

@@ -191,6 +191,42 @@ def gradients_may_be_set_to_zero_or_to_none() -> None:
 
 
 @on("2 ranks")
+def gradients_that_the_model_sets_to_zero_are_no_results() -> None:
+    cases: list[tuple[dict[str, Any], float]] = [({"op": "sum"}, 2.0), ({"passes": 2}, 0.5)]
+    for options, factor in cases:
+        both = Twins(**options)
+        for step in range(3):
+            for net in (both.model, both.alone):
+                net.zero_grad(set_to_none=False)  # of which the optimizer learns nothing
+            for _ in range(both.optimizer.passes):
+                both.backward(step)
+            both.assert_same_grads(factor=factor)
+            both.optimizer.step()
+            both.alone.load_state_dict(both.model.state_dict())
+        both.close()
+
+
+@on("2 ranks", "2 hosts")
+def gradients_may_get_other_data() -> None:
+    for to_none in (True, False):
+        for keep in (False, True):
+            both = Twins()
+            kept: list[tuple[Tensor, Tensor]] = []
+            for step in range(4):
+                both.optimizer.zero_grad(set_to_none=to_none)
+                both.reference.zero_grad(set_to_none=to_none)
+                both.backward(step)
+                both.assert_same_grads()
+                if keep:
+                    kept += [(grad.detach(), grad.clone()) for grad in grads(both.model)]
+                for grad in (*grads(both.model), *grads(both.alone)):
+                    grad.data = grad.data.clamp(-0.01, 0.01)
+                both.step()
+            assert all(torch.equal(now, before) for now, before in kept)
+            both.close()
+
+
+@on("2 ranks")
 def a_state_goes_out_and_in_again() -> None:
     model = perceptron()
     optimizer = DistributedOptimizer(

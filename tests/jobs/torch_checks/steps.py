@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -150,3 +151,56 @@ def a_whole_step_may_be_compiled() -> None:
             both.reference.step()
         both.close()
     torch.compiler.reset()
+
+
+@on("2 ranks", "2 hosts")
+def a_pass_that_failed_on_all_ranks_is_forgotten() -> None:
+    for overlap in (False, True):
+        both = Twins(overlap=overlap, bucket_mb=0.01)
+        fails = [False]
+
+        def fail(grad: Tensor, fails: list[bool] = fails) -> Tensor:
+            if fails[0]:
+                raise RuntimeError("on purpose")
+            return grad
+
+        both.model[0].weight.register_hook(fail)  # the last gradient of the pass
+        for step in range(4):
+            both.model.zero_grad()  # of which the optimizer learns nothing
+            both.alone.zero_grad()
+            fails[0] = step == 2
+            if fails[0]:
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    both.backward(step)
+                continue
+            both.backward(step)
+            both.assert_same_grads()  # when backward() returns
+            both.step()
+        both.close()
+
+
+@on("2 ranks", "2 hosts")
+def passes_of_two_optimizers_may_end_in_any_order_from_the_first_step_on() -> None:
+    words, rank = torch.arange(4), ronde.rank()
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        twins = [nn.Embedding(4, 1, sparse=sparse).double() for _ in range(2)]
+        twins[1].load_state_dict(twins[0].state_dict())
+        optimizers: list[Any] = [distributed(net) for net in twins]
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses: list[Any] = []  # what is computed last gets its gradient first
+            if rank == 0 and step == 2:
+                losses.append(twins[0](words[2:3]).sum() * 0)
+            losses.append(twins[1](words[1:2]).sum() * (1 + rank))
+            if rank == 1:
+                losses.append(twins[0](words[2:3]).sum() * 100)
+            sum(losses).backward()
+            for optimizer, net, row, value in zip(optimizers, twins, (2, 1), (50.0, 1.5), strict=True):
+                optimizer.step()
+                assert net.weight.grad is not None
+                assert net.weight.grad.to_dense().flatten().tolist() == [value * (word == row) for word in range(4)]
+        for optimizer, net in zip(optimizers, twins, strict=True):
+            assert_same_on_all_ranks(net.parameters())
+            optimizer.close()

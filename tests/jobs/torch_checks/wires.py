@@ -15,7 +15,7 @@ import ronde
 from ronde.comm.buffers import Array
 from ronde.torch import DistributedOptimizer
 from ronde.training.adapter import ParameterInfo
-from ronde.training.buckets import GradientBucket
+from ronde.training.bucket_assignment import GradientBucket
 from ronde.training.compression import WireArray
 from tests.jobs.torch_checks.checks import (
     Twins,

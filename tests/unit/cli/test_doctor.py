@@ -100,7 +100,7 @@ def test_a_small_dev_shm_bothers_only_those_with_pytorch() -> None:
 
 
 def test_a_host_that_cannot_be_used_is_broken_and_the_others_are_still_shown() -> None:
-    report = make_doctor_report([HostReport("a", trouble="its name is not known"), host("b")], [pair("b", "b")])
+    report = make_doctor_report([HostReport("a", error="its name is not known"), host("b")], [pair("b", "b")])
     assert not report.healthy
     assert report.problems[0].what == "its name is not known"
     text = shown(report)
@@ -117,7 +117,7 @@ def test_versions_that_differ_between_hosts_are_named() -> None:
 @pytest.mark.parametrize(
     ("found", "severity", "what"),
     [
-        (HostPairReport("a", "b", trouble="a cannot reach b"), "broken", "a cannot reach b"),
+        (HostPairReport("a", "b", error="a cannot reach b"), "broken", "a cannot reach b"),
         (pair(back_bytes_per_s=11e6), "warning", "only 11 MB/s"),
         (pair(round_trip_s=0.03), "warning", "30 ms"),
         (pair(clock_ahead_s=-7.5), "warning", "clocks differ by 7.5 s"),

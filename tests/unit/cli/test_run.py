@@ -27,6 +27,8 @@ from tests.unit.cli.commands import ronde
         ("-H a:1,b:2 ls", {"hosts": "a:1,b:2"}, ["ls"]),
         ("-x A=1 -xB=2 --env C ls", {"env": ["A=1", "B=2", "C"]}, ["ls"]),
         ("--no-fold --stall-s 3 ls -l", {"no_fold": True, "stall_s": "3"}, ["ls", "-l"]),
+        ("--min-np 2 --cooldown 1 60 ls", {"min_np": "2", "cooldown": ["1", "60"]}, ["ls"]),
+        ("--elastic-timeout 9 ls", {"elastic_timeout_s": "9"}, ["ls"]),
         ("-- -strange", {}, ["-strange"]),
         ("", {}, []),
     ],
@@ -74,6 +76,6 @@ def test_the_file_in_the_guide_is_understood(tmp_path: Path) -> None:
 
 
 def test_flags_that_the_guide_names_exist() -> None:
-    known = {option.flag for option in launch_options()}
+    known = {flag for option in launch_options() for flag in option.all_flags}
     theirs = {"--epochs", "--help", "--nproc-per-node"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", GUIDE)) - theirs <= known

@@ -15,7 +15,7 @@ from rich.console import Console
 from ronde.cli import top
 from ronde.cli.stack import format_stacks
 from ronde.cli.top import render_status_table, watch_job
-from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankStatus, find_job
+from ronde.launch.driver.monitor import GoneWorker, JobStatus, MonitorServer, RankStatus, RoundRecord, find_job
 from ronde.observe.stacks import RankStack
 from tests.unit.cli.commands import drawn, ronde
 
@@ -43,7 +43,7 @@ def row(text: str, start: str) -> list[str]:
 @pytest.mark.parametrize("width", [80, 150])
 def test_a_row_has_everything_about_its_rank(width: int) -> None:
     text = table(status_of(running(0, cpu=1.5, memory_bytes=1_230_000_000, held_up_s=7.25)), width=width)
-    assert text.startswith("job demo: 1 ranks, 1 min 15 s")
+    assert text.startswith("job demo: 1 rank, 1 min 15 s")
     shown = row(text, "0 ")
     assert shown[:14] == "0 here running 20 50 % 40 % 10 % 150 % 1.23 GB".split()
     assert "7.2 s" in text
@@ -136,7 +136,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[MonitorServer]:
 def test_top_prints_a_table_once_where_there_is_no_terminal(job: MonitorServer) -> None:
     for arguments in ((), ("demo",), ("demo", "--once")):
         finished = ronde("top", *arguments)
-        assert finished.exit_code == 0 and finished.out.startswith("job demo: 1 ranks")
+        assert finished.exit_code == 0 and finished.out.startswith("job demo: 1 rank,")
 
 
 def test_top_prints_json_for_programs(job: MonitorServer) -> None:
@@ -170,3 +170,23 @@ def test_top_ends_when_the_job_ends(job: MonitorServer, monkeypatch: pytest.Monk
     assert isinstance(console.file, io.StringIO)
     assert "job demo has ended" in console.file.getvalue()
     assert len(naps) == 3
+
+
+def test_an_elastic_job_shows_who_came_who_was_lost_and_what_comes_next() -> None:
+    gone = GoneWorker(1, "here", "killed by signal 9 (SIGKILL)")
+    rounds = (
+        RoundRecord(round=0, elapsed_s=1.0, members=(0, 1), plan="2 ranks"),
+        RoundRecord(round=1, elapsed_s=70.0, members=(0,), gone=(gone,), plan="1 rank"),
+    )
+    newcomer = RankStatus(rank=-1, number=2, state="starting", host="here", pid=7, why="worker 2 is getting ready")
+    status = JobStatus(
+        name="demo", size=1, elapsed_s=75.0, ranks=(running(0, number=0), newcomer), rounds=rounds, plan="no change"
+    )
+    text = table(status)
+    assert "round 1: 1 rank; worker 1 on host here killed by signal 9 (SIGKILL)" in text
+    assert "round 1 since 5.0 s: no change" in text and "round 0" not in text
+    assert row(text, "rank ")[:3] == ["rank", "worker", "host"] and "worker" not in table(status_of(running(0)))
+    assert row(text, "- ")[:4] == ["-", "2", "here", "starting"] and "worker 2 is getting ready" in text
+    assert "0 of the 2 ranks that are needed are ready" in table(
+        JobStatus(name="demo", size=0, plan="0 of the 2 ranks that are needed are ready")
+    )

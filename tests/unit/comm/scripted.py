@@ -14,8 +14,10 @@ from ronde.comm.buffers import address_of, as_memory
 from ronde.comm.call import Call, CallOptions, Memory, Span, get_signature
 from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlConnection, ControlThread, JoinedRound
-from ronde.comm.named_operations import NamedOperations, OpenChannels
-from ronde.comm.work import AllreduceWork, Work
+from ronde.comm.named_operations import NamedOperations
+from ronde.comm.open_channels import OpenChannels
+from ronde.comm.operations import AllreduceWork
+from ronde.comm.work import Work
 from ronde.net.event_loop import EventLoop
 from ronde.net.messages import AgreedOperation, CoordinatorMessage, RunOperations, WorkerMessage
 from ronde.observe.recorder import Recorder
@@ -161,26 +163,39 @@ def make_control_thread(
     liveness_fd: int,
     coordinator_rank: int,
     loop: EventLoop,
+    *,
+    is_elastic: bool = False,
+    on_change_wanted: Callable[[], None] = lambda: None,
 ) -> tuple[OpenChannels, ControlThread]:
     """Of rank 0, in a round of three without channels."""
-    topology, backend = Topology((Member(0, "here", 1, ""),), 0), ThreadsBackend()
+    topology, backend = Topology(tuple(Member(rank, "here", 1, "") for rank in range(3)), 0), ThreadsBackend()
     open_channels = OpenChannels(0, 3, backend, recorder, settings)
     joined_round = JoinedRound(settings, topology, control, backend, liveness_fd, coordinator_rank, loop)
-    return open_channels, ControlThread(joined_round, open_channels, recorder)
+    joined_round.is_elastic = is_elastic
+    return open_channels, ControlThread(joined_round, open_channels, recorder, on_change_wanted)
 
 
 class ScriptedRound:
     """A control thread with one group of three ranks on a scripted channel."""
 
-    def __init__(self, coordinator_rank: int = -1, *, watched: bool = False) -> None:
+    def __init__(
+        self, coordinator_rank: int = -1, *, watched: bool = False, is_elastic: bool = False, suspend_s: float = 30.0
+    ) -> None:
         self.control = ScriptedControl()
+        self.change_wanted = threading.Event()
         self.recorder = Recorder(0)
         self.loop = EventLoop()
         self.liveness, self.coordinator_end = socket.socketpair()
-        settings = Settings(stall_s=0.0, coordinator_hosted=watched)
-        fd = self.liveness.fileno()
+        settings = Settings(stall_s=0.0, suspend_s=suspend_s, coordinator_hosted=watched)
         self.open_channels, self.control_thread = make_control_thread(
-            settings, self.control, self.recorder, fd, coordinator_rank, self.loop
+            settings,
+            self.control,
+            self.recorder,
+            self.liveness.fileno(),
+            coordinator_rank,
+            self.loop,
+            is_elastic=is_elastic,
+            on_change_wanted=self.change_wanted.set,
         )
         self.channel = ScriptedChannel(members=(0, 1, 2))
         channel = Channel(self.channel, 0, self.recorder, 10.0)

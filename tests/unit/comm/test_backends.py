@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ronde.comm.backends.base import ChannelSpec
 from ronde.comm.backends.native import NativeBackend, NativeChannel
-from ronde.comm.backends.native_library import ABI, NativeLibrary
+from ronde.comm.backends.native_library import ABI, MAX_DESCRIPTIONS, RD_CALL, CallStructs, NativeLibrary
+from ronde.comm.backends.native_messages import NativeEndpoint
 from ronde.comm.backends.single_rank import SingleRankChannel
 from ronde.comm.buffers import Array, address_of, as_array
 from ronde.comm.call import Call, Span
 from ronde.errors import PeerLost, RondeError, RoundEnded
+from ronde.net.event_loop import EventLoop
+from ronde.net.handshake import ConnectionRequest
 from ronde.net.keys import JobKey, new_job_key
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Member, Op, OperationKind, Topology
-from tests.limits import OPERATION_S
+from tests.limits import OPERATION_S, PATIENCE_S
+from tests.unit.net.polled import run_for
 from tests.unit.thread_limit import no_new_threads
 
 DEADLINE = Deadline(10.0)
@@ -57,6 +66,30 @@ def test_a_rank_that_dies_before_it_gets_the_shared_memory_is_named() -> None:
     backend = NativeBackend(topology, ListenerOfDyingRank(), JobKey(new_job_key()), Settings())  # type: ignore[arg-type]
     with pytest.raises(PeerLost, match="rank 0 lost rank 1 during opening a channel"):
         backend.open_channel(ChannelSpec(id="0.ordered", members=(0, 1), member_index=0, bucket_bytes=1000), DEADLINE)
+
+
+def test_a_link_for_messages_whose_memory_finds_no_descriptor_is_closed_and_the_reason_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find_none(sock: socket.socket, deadline: Deadline) -> int:
+        sock.recv(1)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("ronde.comm.backends.native_messages.receive_descriptor", find_none)
+    accept: list[Callable[[ConnectionRequest, socket.socket], None]] = []
+    listener = SimpleNamespace(serve=lambda purpose, callback: accept.append(callback))
+    topology = Topology(tuple(Member(rank, "host", rank + 1, "") for rank in range(2)), 0)
+    endpoint = NativeEndpoint(0, 2, 2)
+    ours, theirs = socket.socketpair()
+    with closing(EventLoop()) as loop, theirs:
+        endpoint.use_links(topology, listener, loop, connect=None)  # type: ignore[arg-type]
+        accept[0](ConnectionRequest("messages", 1), ours)
+        theirs.send(b"f")
+        run_for(loop, PATIENCE_S, lambda: ours.fileno() < 0)
+        theirs.settimeout(PATIENCE_S)
+        assert theirs.recv(1) == b""
+    endpoint.close()
+    assert "rank 0 cannot take the link for messages from rank 1: too many open files" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -153,6 +186,22 @@ def test_buckets_are_aligned_and_zero(channel: SingleRankChannel) -> None:
     assert bucket.num_bytes == 2 * 1000 and not as_array(bucket).any()
     assert bucket.address % 64 == 0
     assert channel.bucket().address == bucket.address
+
+
+def test_a_call_that_repeats_keeps_its_description_while_many_others_are_described() -> None:
+    structs, description = CallStructs(), "allreduce sum float32[7], again and again"
+    call = Call(OperationKind.ALLREDUCE, DType.FLOAT32, spans=(Span(64, 64, 7),), description=description)
+
+    def fill() -> str:
+        structs.fill(call, 0)
+        return ctypes.string_at(RD_CALL.unpack_from(structs.call)[9], len(description)).decode()
+
+    assert fill() == description
+    for number in range(MAX_DESCRIPTIONS + 1):
+        structs.fill_message(Call(OperationKind.SEND, description=f"send float32[{number}]"), 0, 1)
+    others = [bytes([number % 256]) * len(description) for number in range(10_000)]  # in memory that is free
+    assert fill() == description
+    assert others
 
 
 def test_a_stale_library_says_what_to_do(tmp_path: Path) -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from ronde.comm.call import MAX_DESCRIPTION_BYTES, CallOptions, Shapes, Signature, get_signature, mismatch_error
+from ronde.comm.call import (
+    MAX_DESCRIPTION_BYTES,
+    CallOptions,
+    Shapes,
+    Signature,
+    describe_named,
+    get_signature,
+    mismatch_error,
+)
 from ronde.types import JOINABLE, DType, Op, OperationKind
 
 ALLREDUCE = OperationKind.ALLREDUCE
@@ -35,6 +44,14 @@ def test_a_signature_describes_what_is_asked_for(
     kind: OperationKind, shapes: Shapes, options: CallOptions, text: str
 ) -> None:
     assert make(kind, shapes, options).description == text
+
+
+def test_numbers_of_numpy_are_the_same_as_pythons_and_kept_as_these() -> None:
+    numbers = np.array([713, 3, 2])
+    signature = make(OperationKind.BROADCAST, (tuple(numbers[:2]),), CallOptions(root=numbers[2]))
+    assert make(OperationKind.BROADCAST, ((713, 3),), CallOptions(root=2)) is signature
+    assert [type(number) for number in (*signature.shapes[0], signature.root)] == [int] * 3
+    assert signature.description == "broadcast float32[713, 3] from rank 2"
 
 
 def test_a_signature_is_made_once_and_its_hash_is_the_same_in_every_process() -> None:
@@ -78,11 +95,27 @@ def test_what_makes_no_sense_is_refused(kind: OperationKind, dtype: DType, optio
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("asked", "joined", "words"),
     [
-        ({0: "barrier", 1: "allreduce", 2: "barrier"}, "ranks 0, 2: barrier; rank 1: allreduce"),
-        ({0: "gather", 1: "join"}, f"rank 0: gather; rank 1: join; who calls join() takes part {JOINABLE}"),
+        ({0: "barrier", 1: "allreduce", 2: "barrier"}, (), "ranks 0, 2: barrier; rank 1: allreduce"),
+        ({0: "gather", 1: "join"}, (1,), f"rank 0: gather; rank 1: join; who calls join() takes part {JOINABLE}"),
     ],
 )
-def test_a_mismatch_puts_equal_answers_together(asked: dict[int, str], words: str) -> None:
-    assert str(mismatch_error(asked)) == f"the members asked for different things: {words}"
+def test_a_mismatch_puts_equal_answers_together(asked: dict[int, str], joined: tuple[int, ...], words: str) -> None:
+    error = mismatch_error(asked, joined)
+    assert str(error) == f"the members asked for different things: {words}" and error.joined == joined
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "options", "words"),
+    [
+        (ALLREDUCE, ((3, 4),), CallOptions("max"), "allreduce 'w' max float32[3, 4]"),
+        (OperationKind.GATHER, ((3, 4),), CallOptions(root=2), "gather 'w' float32[*, 4] to rank 2"),
+        (OperationKind.BARRIER, (), CallOptions(), "barrier 'w'"),
+        (ALLREDUCE, ((1,),) * 99, CallOptions(), f"allreduce 'w' sum float32[1]{' [1]' * 26} …"),
+    ],
+)
+def test_an_operation_with_a_name_is_described_with_it(
+    kind: OperationKind, shapes: Shapes, options: CallOptions, words: str
+) -> None:
+    assert describe_named(make(kind, shapes, options), "w") == words

@@ -7,12 +7,16 @@ import functools
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import pytest
 
-from ronde.comm.backends.base import CallTiming, CurrentCall, RunningCall
+from ronde.comm.backends.base import CallTiming, CurrentCall, Received, RunningCall
+from ronde.comm.buffers import ReceiveBuffer
 from ronde.comm.call import Call
 from ronde.comm.channel import SEQUENCE_EPOCH, Channel
+from ronde.comm.operations import ReceiveAnyWork
 from ronde.comm.telemetry import ChannelStallInspector
 from ronde.comm.work import Work
 from ronde.errors import OperationTimeout, PeerLost, RoundEnded
@@ -20,8 +24,10 @@ from ronde.net.messages import WaitingTooLong
 from ronde.observe.events import OperationFailed
 from ronde.observe.recorder import Recorder
 from ronde.types import Deadline, OperationKind
+from tests.limits import PATIENCE_S
 from tests.unit.comm.scripted import SIGNATURE, ScriptedChannel
 
+ALLREDUCE = OperationKind.ALLREDUCE
 MS = 1_000_000
 S = 1000 * MS
 RECORD = ((SIGNATURE, ""),)
@@ -172,6 +178,34 @@ def test_threads_may_wait_for_the_same_call(backend: ScriptedChannel, channel: C
     assert backend.running_calls[0].num_waits == num_recorded(recorder) == 1
 
 
+def test_the_result_is_copied_once_before_any_thread_that_waits_returns(
+    backend: ScriptedChannel, channel: Channel
+) -> None:
+    copied_by: list[threading.Thread] = []
+
+    class SlowArray(np.ndarray[Any, np.dtype[Any]]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            copied_by.append(threading.current_thread())
+            if len(copied_by) == 1:  # meanwhile the other one waits for the same work
+                other.start()
+                other.join(0.2)
+            super().__setitem__(key, value)
+
+    out = np.zeros(2).view(SlowArray)
+    target = ReceiveBuffer(np.ones(2), out, out)
+    backend.timing = CallTiming(1, 2, 3, received=Received(source=1))
+    running_call = channel.submit(call(OperationKind.RECEIVE, peer=1), RECORD)
+    backend.running_calls[0].end()
+    work = ReceiveAnyWork(SIGNATURE, call(), target, (0, 1))
+    work.started_on((running_call,))
+    results: list[Any] = []
+    other = threading.Thread(target=lambda: results.append(work.wait()))
+    first = work.wait(PATIENCE_S)
+    other.join()
+    assert copied_by == [threading.current_thread()] and out.tolist() == [1.0, 1.0]
+    assert first is results[0] and first[0] is out and first[1] == 1
+
+
 def test_what_nobody_waits_for_is_recorded_and_its_memory_kept_until_then(
     backend: ScriptedChannel, channel: Channel, recorder: Recorder
 ) -> None:
@@ -287,7 +321,7 @@ def test_an_operation_in_the_background_blocks_only_who_waits_for_it(
     channel: Channel, backend: ScriptedChannel
 ) -> None:
     assert channel.blocked_operation() is None
-    backend.reported_call = CurrentCall("bucket 0", 5 * MS, (1,))
+    backend.reported_call = CurrentCall(ALLREDUCE, "bucket 0", 5 * MS, (1,))
     blocked = channel.blocked_operation()
     assert blocked is not None and (blocked.op, blocked.since_ns) == ("bucket 0", 5 * MS)
     assert blocked.missing == (1,) and blocked.is_waiting
@@ -309,13 +343,13 @@ def test_an_operation_is_reported_once_when_it_is_late() -> None:
     inspector = ChannelStallInspector(8.0)
     for current, now_s, reported in (
         (None, 10, []),
-        (CurrentCall("join", 0, (1,)), 10, []),
-        (CurrentCall("allreduce that moves data", 0, ()), 10, []),
-        (CurrentCall("allreduce", 10 * S, (0, 2)), 12, []),
-        (CurrentCall("allreduce", 10 * S, (0, 2)), 18, [WaitingTooLong("allreduce", 2, 10 * S + 5, (3, 8))]),
-        (CurrentCall("allreduce", 10 * S, (0, 2)), 20, []),
-        (CurrentCall("allreduce", 21 * S, (1,)), 25, []),
-        (CurrentCall("allreduce", 21 * S, (1,)), 30, [WaitingTooLong("allreduce", 2, 21 * S + 5, (5,))]),
+        (CurrentCall(OperationKind.JOIN, "leaving early", 0, (1,)), 10, []),
+        (CurrentCall(ALLREDUCE, "allreduce that moves data", 0, ()), 10, []),
+        (CurrentCall(ALLREDUCE, "allreduce", 10 * S, (0, 2)), 12, []),
+        (CurrentCall(ALLREDUCE, "allreduce", 10 * S, (0, 2)), 18, [WaitingTooLong("allreduce", 2, 10 * S + 5, (3, 8))]),
+        (CurrentCall(ALLREDUCE, "allreduce", 10 * S, (0, 2)), 20, []),
+        (CurrentCall(ALLREDUCE, "allreduce", 21 * S, (1,)), 25, []),
+        (CurrentCall(ALLREDUCE, "allreduce", 21 * S, (1,)), 30, [WaitingTooLong("allreduce", 2, 21 * S + 5, (5,))]),
     ):
         backend.reported_call = current
         assert inspector.overdue([channel], now_s * S, 5) == reported

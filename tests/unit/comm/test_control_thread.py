@@ -10,8 +10,10 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from ronde.comm.backends.base import CurrentCall
+from ronde.comm.backends.native_library import NativeStatus
 from ronde.comm.channel import Channel
-from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded
+from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.net import messages
 from ronde.net.control import ControlClient
 from ronde.net.event_loop import EventLoop
@@ -20,7 +22,7 @@ from ronde.net.listener import MAX_PENDING_HANDSHAKES, Listener
 from ronde.observe.events import PeerGone, StallReported
 from ronde.observe.recorder import Recorder
 from ronde.settings import Settings
-from ronde.types import Deadline
+from ronde.types import Deadline, OperationKind
 from tests.limits import PATIENCE_S, promised_s
 from tests.unit.comm.scripted import ScriptedChannel, ScriptedRound, make_control_thread
 from tests.unit.net.polled import PolledServer
@@ -81,12 +83,38 @@ def test_a_name_is_free_again_when_its_operation_is_over(scripted: ScriptedRound
 
 def test_a_disagreement_fails_that_work_only(scripted: ScriptedRound) -> None:
     wrong, right = scripted.announce("wrong"), scripted.announce("right")
-    scripted.control.tell(messages.OperationRejected(0, "wrong", "ranks disagree"))
+    scripted.control.tell(messages.OperationRejected(0, "wrong", "ranks disagree", joined=(1,)))
     scripted.run(right)
-    with pytest.raises(Mismatch, match="ranks disagree"):
+    with pytest.raises(Mismatch, match="ranks disagree") as caught:
         wrong.wait(10)
+    assert caught.value.joined == (1,)
     scripted.finish(right)
     scripted.announce("wrong")
+
+
+@pytest.mark.parametrize("error", [RondeError("no thread could be started"), MemoryError("no memory")])
+def test_what_all_have_agreed_on_and_this_rank_cannot_execute_is_the_end_of_the_channel_for_all(
+    scripted: ScriptedRound, error: Exception
+) -> None:
+    work = scripted.announce("w")
+    scripted.channel.refusal = error
+    scripted.control.tell(messages.RunOperations(0, (messages.AgreedOperation(1, "w"),)))
+    with pytest.raises(type(error), match=str(error)):
+        work.wait(10)
+    assert scripted.channel.aborted == [(0, str(error))]
+    told = scripted.control.expect(messages.AbortChannel)
+    assert told == messages.AbortChannel("0.ordered", NativeStatus.PEER_LOST, 0, 0, str(error))
+
+
+def test_what_is_agreed_on_when_this_rank_has_closed_its_channel_ends_nothing_else(scripted: ScriptedRound) -> None:
+    work = scripted.announce("w")
+    scripted.channel.refusal = RoundEnded("the channel was closed")
+    scripted.control.tell(messages.RunOperations(0, (messages.AgreedOperation(1, "w"),)), messages.StackRequest(1))
+    with pytest.raises(RoundEnded, match="the channel was closed"):
+        work.wait(10)
+    scripted.control.expect(messages.StackReply)
+    assert scripted.channel.aborted == []
+    assert not any(isinstance(said, messages.AbortChannel) for said in scripted.control.said)
 
 
 def test_a_lost_rank_ends_what_it_was_part_of(scripted: ScriptedRound) -> None:
@@ -227,6 +255,15 @@ def test_an_engine_that_breaks_ends_the_round(scripted: ScriptedRound, caplog: p
     with pytest.raises(RoundEnded, match="ronde's control thread failed: KeyError"):
         work.wait(10)
     assert "the control thread failed" in caplog.text
+    expect_last_message(scripted, "ronde's control thread failed: KeyError('nobody announced this')")
+
+
+def expect_last_message(scripted: ScriptedRound, why: str) -> None:
+    """The others must not wait until the program of this rank learns of it."""
+    scripted.coordinator_end.settimeout(PATIENCE_S)
+    leave = messages.decode_from_worker(scripted.coordinator_end.recv(4096))
+    assert leave == messages.LeaveRound(messages.LeaveReason.FAILED, why)
+    assert scripted.coordinator_end.recv(1) == b""
 
 
 def test_a_launcher_is_told_how_it_is_at_the_start_and_before_leaving() -> None:
@@ -331,3 +368,37 @@ def test_half_open_handshakes_and_a_backlog_of_messages_delay_nobody() -> None:
             time.sleep(0.01)
         assert isinstance(open_channels.closed_error, RoundEnded)
         assert len(gaps) > 1 and max(gaps) < promised_s(0.2), max(gaps)
+
+
+# --- elastic rounds ------------------------------------------------------------------------------------------------
+
+
+def test_the_wish_of_newcomers_is_passed_on(scripted: ScriptedRound) -> None:
+    scripted.control.tell(messages.RoundChangeWanted("worker 4 will join after the step under way"))
+    assert scripted.change_wanted.wait(PATIENCE_S)
+
+
+def test_in_an_elastic_round_others_that_wait_are_reported_even_without_stall_reports() -> None:
+    with closing(ScriptedRound(is_elastic=True, suspend_s=0.01)) as scripted:
+        since_ns = time.monotonic_ns()
+        scripted.channel.reported_call = CurrentCall(OperationKind.ALLREDUCE, "allreduce", since_ns, missing=(2,))
+        waiting = scripted.control.expect(messages.WaitingTooLong, lambda message: message.op == "allreduce")
+        assert waiting.missing == (2,)
+
+
+def test_ranks_that_an_elastic_round_cannot_begin_without_are_reported_once() -> None:
+    with closing(ScriptedRound(is_elastic=True, suspend_s=0.01)) as scripted:
+        opening = scripted.control.expect(messages.WaitingTooLong)
+        assert (opening.op, opening.missing) == ("opening of the first channels", (1, 2))
+        assert scripted.control_thread.opening_since_ns is None
+
+
+@pytest.mark.parametrize("has_reason", [False, True])
+def test_a_coordinator_that_ends_without_a_reason_is_gone(has_reason: bool) -> None:
+    with closing(ScriptedRound()) as scripted:
+        if has_reason:
+            scripted.control.tell(messages.EndRound("the job is over"))
+        else:
+            scripted.hang_up()
+        assert scripted.control_thread._leave_confirmed.wait(PATIENCE_S)
+        assert scripted.control_thread.coordinator_is_gone is not has_reason

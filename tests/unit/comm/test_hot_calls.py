@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import sys
@@ -15,10 +16,14 @@ import pytest
 
 from ronde.comm.backends import native_library
 from ronde.comm.backends.native_library import make_allreduce_cache
+from ronde.comm.world import World
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import ArrivalSampler
+from tests.services import needs
+from tests.unit.comm.thread_ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(native_library.hot_calls is None, reason="the extension is not built here")
+HOT_CALLS_MISSING = "" if native_library.hot_calls is not None else "it cannot be imported; `make build` builds it"
+pytestmark = needs("extension hot_calls", missing=HOT_CALLS_MISSING)
 
 
 def make(**more: Any) -> Any:
@@ -132,3 +137,43 @@ def test_wrong_arguments_are_refused(arguments: tuple[Any, ...]) -> None:
         make().run(*arguments)
     with pytest.raises(TypeError):
         make().add(*arguments)
+
+
+def test_a_closed_channel_is_not_kept_by_its_sums() -> None:
+    def body(world: World) -> tuple[int, int]:
+        num_before = len(world.recorder._counters._sources)
+        group = world.add_group(range(2))
+        for _ in range(3):
+            group.allreduce(np.ones(4, np.float32))
+        world.remove_group(group)
+        counted = world.recorder.metrics().of(group.id, "allreduce").operations
+        return counted, len(world.recorder._counters._sources) - num_before
+
+    assert run_ranks(2, body) == [(3, 0)] * 2
+
+
+@pytest.mark.parametrize("how", ["closed", "cleared"])
+def test_a_call_that_is_about_to_run_outlives_the_table(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double)
+    refuse = prototype(lambda *_: native_library.NativeStatus.CLOSED)
+    monkeypatch.setattr(native_library, "load_library", lambda: SimpleNamespace(rd_run=refuse))
+    original = np.empty_like
+
+    def empty_like(x: Any) -> Any:
+        """NumPy's own runs a frame of Python: a signal handler may call shutdown() there, and other threads may run."""
+        if how == "closed":
+            cache.close()
+        for size in range(300):
+            add(cache, np.zeros((2, size), np.float32))
+        return original(x)
+
+    def fail(description: bytes, status: int, result: bytes) -> None:
+        raise RuntimeError(f"{description.decode()}: {status}")
+
+    x = np.zeros(4, np.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty_like", empty_like)
+        cache = make(on_failure=fail)
+    cache.add(x, "sum", 1.0, 1.0, 10, 0, 7, b"the first one")
+    with pytest.raises(RuntimeError, match=f"the first one: {native_library.NativeStatus.CLOSED}"):
+        run(cache, x)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,16 @@ from ronde.comm.joining import (
 )
 from ronde.comm.launchers import LauncherEnvironment
 from ronde.comm.world import World
+from ronde.coordinator.membership import ElasticLimits
 from ronde.coordinator.server import CoordinatorServer
-from ronde.errors import PeerLost, StartFailed
+from ronde.errors import JobFinished, LeftBehind, PeerLost, StartFailed
 from ronde.net.addresses import candidate_addresses
 from ronde.net.keys import JobKey, new_job_key
+from ronde.net.messages import LeaveReason
 from ronde.settings import Settings, config_dir
 from ronde.types import Deadline
 from tests.forwarder import Forwarder
+from tests.limits import PATIENCE_S
 from tests.unit.comm.thread_ranks import KEY, free_address, run_ranks
 
 
@@ -121,6 +125,33 @@ def test_shared_memory_of_another_size_is_refused_before_it_is_touched(monkeypat
     results = run_ranks(2, use, lambda rank: {"slot_bytes": (4 << 20) + (1 << 20) * rank})
     assert re.search(r"rank 1 could not open channel 0.*: the shared memory of its host has \d+ bytes", str(results[1]))
     assert isinstance(results[0], PeerLost) and "rank 1" in str(results[0]), results
+
+
+@pytest.mark.parametrize("of_rank_1", ["mine.json", ""])
+def test_ranks_record_for_the_timeline_of_the_coordinator_and_are_told_that_another_has_no_effect(
+    of_rank_1: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "trace.json")
+    timelines = run_ranks(
+        2, lambda world: world.settings.timeline, lambda rank: {"timeline": of_rank_1 if rank else path}
+    )
+    assert timelines == [path, path]
+    told = f"timeline='mine.json' has no effect: the coordinator writes the timeline, and was given {path!r}."
+    assert (told in caplog.text) == bool(of_rank_1)
+
+
+def test_a_timeline_that_the_launcher_with_the_coordinator_does_not_know_has_no_effect_and_ranks_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    coordinator = CoordinatorServer("127.0.0.1", 0, 1, JobKey(KEY), settings=Settings())
+    with closing(coordinator):
+        coordinator.start()
+        given: dict[str, Any] = {"coordinator_hosted": True, "timeline": "mine.json"}
+        timelines = run_ranks(
+            1, lambda world: world.settings.timeline, lambda rank: given, coordinator=coordinator.address
+        )
+    assert timelines == [""]
+    assert "was given none. Give it to `ronde run` (--timeline)" in caplog.text
 
 
 # --- a range of ports ------------------------------------------------------------------------------------------------
@@ -308,3 +339,100 @@ def test_with_a_coordinator_mpi_is_not_asked_and_the_key_follows_from_it(monkeyp
     )
     assert first.coordinator == "a:1"
     assert first.key == again.key != other.key
+
+
+# --- elastic jobs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elastic(monkeypatch: pytest.MonkeyPatch) -> Iterator[ElasticJob]:
+    identity = threading.local()
+    monkeypatch.setattr(joining, "worker_identity", lambda: identity.own)
+    job = ElasticJob(identity)
+    yield job
+    job.close()
+
+
+class ElasticJob:
+    """A job that starts with two ranks. Its workers are threads, each with an identity of its own."""
+
+    def __init__(self, identity: threading.local) -> None:
+        limits = ElasticLimits(start_ranks=2, timeout_s=PATIENCE_S)
+        self.settings = Settings(size=2, key=KEY, coordinator_hosted=True, elastic=True, elastic_timeout_s=PATIENCE_S)
+        self.coordinator = CoordinatorServer(
+            "127.0.0.1", 0, 2, JobKey(KEY), settings=self.settings, rounds=None, limits=limits
+        )
+        self.coordinator.start()
+        self.settings = self.settings.replace(coordinator=self.coordinator.address)
+        self._identity = identity
+        self._pool = ThreadPoolExecutor(8)
+        self.worlds: dict[int, World] = {}
+
+    def join(self, worker: int, *, ready: bool = False) -> Future[World]:
+        def join() -> World:
+            self._identity.own = f"worker{worker}"
+            self.worlds[worker] = World(join_round(self.settings.replace(worker=worker), (), 0, ready=ready))
+            return self.worlds[worker]
+
+        return self._pool.submit(join)
+
+    def start(self, *workers: int) -> list[World]:
+        return [joined.result(PATIENCE_S) for joined in [self.join(worker) for worker in workers]]
+
+    def close(self) -> None:
+        for world in self.worlds.values():
+            world.close()
+        self._pool.shutdown()
+        self.coordinator.close()
+
+
+def test_the_ranks_of_an_elastic_job_are_given_by_the_coordinator(elastic: ElasticJob) -> None:
+    worlds = elastic.start(7, 3)
+    assert sorted((world.rank, world.size) for world in worlds) == [(0, 2), (1, 2)]
+    assert [world.can_rejoin and not world.is_candidate for world in worlds] == [True, True]
+    sums = [world.group.allreduce(np.ones(1), wait=False) for world in worlds]
+    assert [work.wait().tolist() for work in sums] == [[2.0]] * 2
+
+
+def test_who_comes_later_is_a_world_of_one_until_it_is_ready(elastic: ElasticJob) -> None:
+    members = elastic.start(0, 1)
+    candidate = elastic.join(2).result(PATIENCE_S)
+    assert (candidate.rank, candidate.size, candidate.is_candidate, candidate.can_rejoin) == (2, 3, True, True)
+    assert candidate.group.allreduce(np.ones(2)).tolist() == [1.0, 1.0]
+    assert candidate.group.broadcast(np.ones(2), root=0).tolist() == [1.0, 1.0]
+    assert not any(world.change_wanted for world in members)
+    candidate.close()
+    joining = [elastic.join(2, ready=True)]
+    deadline = Deadline(PATIENCE_S)
+    while not all(world.change_wanted for world in members):
+        assert not deadline.expired
+        time.sleep(0.001)
+    for number in (0, 1):
+        elastic.worlds[number].close(LeaveReason.REJOINING)
+        joining.append(elastic.join(number, ready=True))
+    assert [(world.rank, world.size) for world in (each.result(PATIENCE_S) for each in joining)] == [
+        (2, 3),
+        (0, 3),
+        (1, 3),
+    ]
+
+
+def test_who_comes_when_the_job_is_finished_is_told_so(elastic: ElasticJob) -> None:
+    for world in elastic.start(0, 1):
+        world.close(LeaveReason.FINISHED)
+    with pytest.raises(JobFinished, match="the job is finished"):
+        elastic.join(2).result(PATIENCE_S)
+
+
+def test_who_has_left_for_good_is_not_taken_back(elastic: ElasticJob) -> None:
+    _, leaving = elastic.start(0, 1)
+    leaving.close(LeaveReason.PREEMPTED)
+    number = next(number for number, world in elastic.worlds.items() if world is leaving)
+    with pytest.raises(LeftBehind, match="the others have gone on without it"):
+        elastic.join(number, ready=True).result(PATIENCE_S)
+
+
+def test_a_coordinator_that_was_there_before_is_not_waited_for_long() -> None:
+    settings = Settings(size=2, key=KEY, coordinator=free_address(), coordinator_hosted=True, heartbeat_s=0.1)
+    with pytest.raises(StartFailed, match=r"nobody listens there .*for 0\.1 s"):
+        join_round(settings, (), 1, ready=True, address=settings.coordinator)

@@ -6,17 +6,20 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+import pytest
 
 from ronde.comm.backends.native import NativeChannel
 from ronde.comm.backends.native_library import RD_CALL, RD_CALLBACK, SPAN, NativeStatus, load_library
 from ronde.comm.buffers import address_of
+from ronde.comm.call import Call
 from ronde.comm.named_operations import NamedOperations
 from ronde.comm.world import World
+from ronde.errors import PeerLost, RondeError
 from ronde.net.messages import AnnounceOperations, WorkerMessage
-from ronde.types import DType, Op, OperationKind
+from ronde.types import Deadline, DType, Op, OperationKind
 from tests.limits import PATIENCE_S
 from tests.unit.comm.thread_ranks import run_ranks
 
@@ -43,6 +46,58 @@ def repeat(world: World, *names: str) -> None:
         for name in names:
             world.group.allreduce(X, name=name)
     world.group.barrier()
+
+
+def test_a_root_and_a_name_of_numpy_are_like_any_others() -> None:
+    def body(world: World) -> None:
+        group, x = world.group, np.full(2, 1.0 + world.rank)
+        # The first one without a name makes the signature that the others find.
+        for name in (None, "w", np.str_("w"), "\N{GREEK SMALL LETTER ALPHA}"):
+            roots: list[Any] = [np.int64(1), np.argmax([0, 1]), True, 1]
+            for root in roots:
+                assert group.broadcast(x, root=root, name=name).tolist() == [2, 2]
+                for result in (group.reduce(x, root=root, name=name), group.gather(x, root=root, name=name)):
+                    assert (result is None) == (world.rank == 0)
+                assert group.scatter(x, root=root, name=name).tolist() == [2]
+
+    check(run_ranks(SIZE, body))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_an_operation_that_one_rank_cannot_execute_is_not_taken_for_its_next_one(num_hosts: int) -> None:
+    """Between hosts nothing compares calls on which the coordinator has agreed."""
+    has_failed = threading.Event()
+
+    def body(world: World) -> list[Any]:
+        channel = named_of(world).channel
+        submit = channel._submit
+
+        def fail_once(call: Call, deadline: Deadline) -> NoReturn:
+            channel._submit = submit
+            raise RondeError("no thread could be started for it")
+
+        if world.rank == 0:
+            channel._submit = fail_once
+        outcomes: list[Any] = []
+        first = world.group.allreduce(X, name="a", wait=False)
+        if world.rank == 0:
+            with pytest.raises(RondeError):
+                first.wait(PATIENCE_S)
+            has_failed.set()
+        assert has_failed.wait(PATIENCE_S)
+        second = world.group.allreduce(100 * X, name="b", wait=False)
+        for work in (first, second):
+            try:
+                outcomes.append(work.wait(PATIENCE_S).tolist())
+            except RondeError as error:
+                outcomes.append((type(error), str(error)))
+        return outcomes
+
+    own, other = check(run_ranks(SIZE, body, lambda rank: {"host": f"host-{rank % num_hosts}"}))
+    assert [kind for kind, _ in own] == [RondeError] * 2, own
+    assert [kind for kind, _ in other] == [PeerLost] * 2, other
+    for _, text in (*own, *other):
+        assert "no thread could be started for it" in text
 
 
 def test_the_coordinator_learns_nothing_of_what_repeats() -> None:
@@ -103,6 +158,42 @@ def test_what_nobody_waits_for_is_counted_when_others_follow() -> None:
         return world.recorder.metrics().total.operations - before
 
     assert check(run_ranks(SIZE, body)) == [8] * SIZE
+
+
+def test_calls_that_were_taken_back_are_not_kept() -> None:
+    """In each step rank 1 gives another number of rows than before, so what rank 0 has announced in shared memory is
+    taken back."""
+    num_steps = 8
+    announced = [threading.Event() for _ in range(num_steps)]
+    names = ["a", "b", "c"]
+
+    def gather(world: World, num_rows: int) -> list[Any]:
+        x = np.ones((num_rows, 2), np.float32)
+        return [world.group.allgather(x, name=name, wait=False) for name in names]
+
+    def body(world: World) -> int:
+        channel = named_of(world).announced_channel
+        assert channel is not None
+        for step in range(num_steps):
+            for _ in range(3):
+                for work in gather(world, 2):
+                    work.wait()
+                world.group.barrier()
+            if world.rank == 0:
+                works = gather(world, 2)
+                named_of(world).announce_queued()
+                announced[step].set()
+            else:
+                assert announced[step].wait(PATIENCE_S)
+                works = gather(world, 3)
+            assert [len(work.wait()) for work in works] == [5, 5, 5]
+        for _ in range(2 * num_steps):  # each looks at two of those that were announced before
+            for work in gather(world, 2):
+                work.wait()
+            world.group.barrier()
+        return len(channel._unreported)
+
+    assert max(check(run_ranks(SIZE, body))) < num_steps // 2
 
 
 def test_who_is_missing_is_shown_while_a_caller_waits() -> None:

@@ -21,7 +21,7 @@ from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.messages import AbortChannel, ChannelAborted, WorkerMessage
 from ronde.net.open_files import make_open_files_error
 from ronde.settings import Settings
-from ronde.types import Deadline, Member, Topology
+from ronde.types import Deadline, Member, OperationKind, Topology
 from tests.limits import PATIENCE_S
 
 HOST = "127.0.0.1"
@@ -57,7 +57,7 @@ class NotingChannel:
         self.told.append((status, rank, error, why))
 
     def current_call(self) -> CurrentCall | None:
-        return CurrentCall("allreduce", 1, ()) if self.busy else None
+        return CurrentCall(OperationKind.ALLREDUCE, "allreduce", 1, ()) if self.busy else None
 
     def close(self) -> None:
         for *_, sockets in self.links:

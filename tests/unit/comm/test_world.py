@@ -9,6 +9,7 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from ronde import objects
 from ronde.comm import world as world_module
 from ronde.comm.backends.base import RunningCall
 from ronde.comm.channel import Channel
-from ronde.comm.control_thread import ControlThread
-from ronde.comm.named_operations import NamedOperations, OpenChannels
+from ronde.comm.control_thread import ControlThread, JoinedRound
+from ronde.comm.joining import join_round
+from ronde.comm.named_operations import NamedOperations
+from ronde.comm.open_channels import OpenChannels
 from ronde.net.addresses import find_free_ports
 from ronde.net.keys import new_job_key
 from ronde.observe.events import Started
 from ronde.observe.metrics import OperationCounters
 from ronde.observe.recorder import Recorder
+from ronde.settings import Settings
 from ronde.types import Deadline
 from tests.limits import PATIENCE_S
 from tests.local_job import LocalJob
@@ -260,3 +264,62 @@ def test_objects_come_back_as_they_are() -> None:
         objects.gather(1, root=3)
     with pytest.raises(ValueError, match="needs 1 objects, one per member"):
         objects.alltoall([1, 2])
+
+
+# --- elastic jobs ----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_of_one_has_no_other_round_to_join() -> None:
+    ronde.init()
+    world = world_module.current_world()
+    assert not (world.can_rejoin or world.is_candidate or world.change_wanted or world.is_over)
+    world.finish()
+    assert ronde.allreduce(np.ones(1)).tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, True),
+        ({"coordinator_hosted": True}, False),
+        ({"coordinator_hosted": True, "elastic": True}, True),
+        ({"backend": "mpi"}, False),
+    ],
+)
+def test_which_jobs_go_on_after_a_loss(given: dict[str, Any], expected: bool) -> None:
+    ronde.init()
+    world = world_module.current_world()
+    world.joined_round.liveness_fd = 0  # as if the coordinator were another process
+    world.settings = world.settings.replace(**given)
+    assert world.can_rejoin is expected
+
+
+def test_a_signal_handler_may_leave_the_job_while_it_waits_for_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def interrupted(*_: object, hosting: ExitStack, **__: object) -> None:
+        with hosting:  # as a failed attempt to join does
+            ronde.shutdown()
+
+    ronde.init()
+    world_module.current_world().joined_round.hosting.callback(closed.append, "the coordinator")
+    monkeypatch.setattr(world_module, "join_round", interrupted)
+    with pytest.raises(ronde.RoundEnded, match="shutdown"):
+        world_module.rejoin()
+    assert not ronde.is_initialized() and closed == ["the coordinator"]
+    monkeypatch.undo()
+    ronde.init()
+    assert ronde.size() == 1
+
+
+def test_a_round_of_a_candidate_has_none_of_the_users_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(settings: Settings, groups: object, round: int) -> JoinedRound:
+        joined_round = join_round(settings.replace(rank=0, size=1), (), round)
+        joined_round.candidate = (2, 3)
+        return joined_round
+
+    monkeypatch.setattr(world_module, "join_round", join)
+    ronde.init(rank=2, size=3, groups=[[0, 2]])
+    assert (ronde.rank(), ronde.size(), len(ronde.groups())) == (2, 3, 1)
+    with pytest.raises(ronde.RondeError, match=r"train inside of ronde\.elastic\.run"):
+        ronde.mark_step()

@@ -339,13 +339,20 @@ def test_lost_messages_of_a_rank_that_joins_change_nothing() -> None:
     assert all(isinstance(script.sent[rank].pop(), RoundStarted) for rank in (0, 1))
 
 
-def test_a_rank_that_says_itself_that_messages_got_lost_is_lost_at_once() -> None:
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (MembershipEnd(LeaveReason.MESSAGES_LOST), "messages between it and the coordinator got lost"),
+        (MembershipEnd(LeaveReason.FAILED, "its control thread failed"), "its control thread failed"),
+    ],
+    ids=["messages lost", "failed"],
+)
+def test_a_rank_that_says_itself_why_it_cannot_go_on_is_lost_at_once(end: MembershipEnd, why: str) -> None:
     script = Script(2, rounds=None)
     connections = script.start()
-    end = MembershipEnd(LeaveReason.MESSAGES_LOST)
     script.core.handle(RankDisconnected(1, connections[1], end), script.now_ns)
     script.advance()
-    assert script.sent[0] == [RankLost(1, "messages between it and the coordinator got lost")]
+    assert script.sent[0] == [RankLost(1, why)]
 
 
 # --- who is lost, when, and why --------------------------------------------------------------------------------------
@@ -429,7 +436,7 @@ def test_who_comes_early_to_the_next_round_waits_until_the_others_have_left_this
 @pytest.mark.parametrize("names", [(), ("a", "b")], ids=["no launcher", "a launcher"])
 def test_a_stall_names_the_host_as_the_launcher_does(names: tuple[str, ...]) -> None:
     script = Script(2, stall_s=5, state="stopped")
-    script.core.host_names = names
+    script.core.host_names = dict(enumerate(names))
     script.start()
     script.send(0, announce("w"))
     script.advance(7)

@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,15 +17,20 @@ from typing import TypeVar
 import pytest
 
 from ronde.comm.joining import find_coordinator
+from ronde.coordinator.membership import ElasticLimits, Membership, PlanAction
 from ronde.coordinator.rounds import Round
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
 from ronde.net.addresses import host_identity
-from ronde.net.connect import send_and_hang_up
+from ronde.net.connect import connect_authenticated, send_and_hang_up
 from ronde.net.control import make_frame
+from ronde.net.handshake import ConnectionRequest
 from ronde.net.keys import JobKey, new_job_key
 from ronde.net.messages import (
+    LIVENESS,
     VERSION,
+    Admission,
+    AdmissionStatus,
     AnnounceOperations,
     ChangeGroups,
     CoordinatorMessage,
@@ -43,6 +48,7 @@ from ronde.net.messages import (
     StackReply,
     WaitingTooLong,
     WorkerMessage,
+    decode_admission,
     encode,
 )
 from ronde.observe.stacks import pid_namespace
@@ -62,9 +68,9 @@ T = TypeVar("T", bound=CoordinatorMessage)
 class Rank:
     """A rank whose messages the test sends itself. What it receives is kept until the test asks for it."""
 
-    def __init__(self, coordinator: CoordinatorServer, rank: int) -> None:
+    def __init__(self, coordinator: CoordinatorServer, rank: int, *, worker: str = "") -> None:
         self.rank = rank
-        self.worker = secrets.token_hex(8)
+        self.worker = worker or secrets.token_hex(8)
         self.line, control, name = find_coordinator(
             coordinator.address, KEY, rank, worker=self.worker, deadline=Deadline(PATIENCE_S), heartbeat_s=10.0
         )
@@ -117,12 +123,23 @@ class Job:
 
     def start(self, size: int, *, rounds: int | None = 1, **settings: float | str) -> None:
         made = Settings.load({"shutdown_s": 0.2, **settings}, environ={})
-        self.coordinator = CoordinatorServer("127.0.0.1", 0, size, KEY, settings=made, rounds=rounds)
+        self._serve(CoordinatorServer("127.0.0.1", 0, size, KEY, settings=made, rounds=rounds))
+
+    def start_elastic(self, limits: ElasticLimits, on_membership: Callable[[Membership], None] | None = None) -> None:
+        size, settings = limits.start_ranks, Settings()
+        self._serve(
+            CoordinatorServer(
+                "127.0.0.1", 0, size, KEY, settings=settings, rounds=None, limits=limits, on_membership=on_membership
+            )
+        )
+
+    def _serve(self, coordinator: CoordinatorServer) -> None:
+        self.coordinator = coordinator
         self._stack.callback(self.coordinator.close)
         self.coordinator.start()
 
-    def connect(self, rank: int) -> Rank:
-        made = Rank(self.coordinator, rank)
+    def connect(self, rank: int, *, worker: str = "") -> Rank:
+        made = Rank(self.coordinator, rank, worker=worker)
         self._stack.callback(made.die)
         return made
 
@@ -208,6 +225,46 @@ def test_an_address_that_is_taken_fails_at_the_start(job: Job) -> None:
     port = int(job.coordinator.address.rpartition(":")[2])
     with pytest.raises(StartFailed, match="cannot listen"):
         CoordinatorServer("127.0.0.1", port, 1, KEY, settings=Settings())
+
+
+def test_an_elastic_job_goes_on_without_a_rank_and_tells_its_launcher(job: Job) -> None:
+    told: list[Membership] = []
+    job.start_elastic(ElasticLimits(start_ranks=2), told.append)
+    job.coordinator.set_host_name(4, "a")
+    job.coordinator.set_num_starting(0)
+    first, second = job.connect(3), job.connect(4)
+    for rank in (first, second):
+        rank.join(2)
+    assert [member.worker for member in first.receive(RoundStarted).members] == [first.worker, second.worker]
+    first.die()
+    job.coordinator.rank_exited(3, "killed by SIGKILL")
+    assert second.receive(RankLost) == RankLost(0, "killed by SIGKILL")
+    second.send(LeaveRound(LeaveReason.REJOINING))
+    second.receive(LeaveConfirmed)
+    again = job.connect(4, worker=second.worker)
+    again.join(2)
+    assert [(member.rank, member.worker) for member in again.receive(RoundStarted).members] == [(0, second.worker)]
+    assert not again.has_received(RankLost)
+    assert told[0].plan.action is PlanAction.WAIT and told[0].members == ()
+    assert told[-1].members == (4,) and (told[-1].num_rounds, told[-1].num_resets) == (2, 1)
+    assert [rank.worker for rank in job.coordinator.activity().ranks] == [second.worker]
+    with pytest.raises(StartFailed, match="worker 3 is no longer in the job"):
+        job.connect(3, worker=first.worker)
+    again.send(LeaveRound(LeaveReason.FINISHED))
+    again.receive(LeaveConfirmed)
+    with pytest.raises(StartFailed, match="the job is finished"):
+        job.connect(5)
+    assert told[-1].is_finished
+
+
+def test_a_newcomer_of_an_elastic_job_is_told_that_it_is_a_candidate(job: Job) -> None:
+    job.start_elastic(ElasticLimits(start_ranks=1))
+    job.join(1)
+    request = ConnectionRequest(LIVENESS, 1, "x", "newcomer")
+    connection, reply = connect_authenticated(job.coordinator.address, KEY, request, Deadline(PATIENCE_S))
+    with connection:
+        assert decode_admission(reply) == Admission(AdmissionStatus.CANDIDATE, rank=1, size=2)
+        assert connection.recv(1) == b"", "nobody watches it"
 
 
 # --- leaving, dying and the end --------------------------------------------------------------------------------------

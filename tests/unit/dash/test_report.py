@@ -137,6 +137,22 @@ def test_the_lead_says_how_the_run_went() -> None:
     assert "went on 2 times from a checkpoint, has not come to its end" in render_report_page(run)
 
 
+def test_rounds_are_shown_with_who_came_and_who_was_gone() -> None:
+    run = run_of(hosts=("a", "b"))
+    assert "Rounds" not in visible_text(render_report_page(run))
+    run.starts = [
+        RunStarted(step=0, at_s=0.0, hosts=("a", "a", "b"), workers=("1", "2", "3")),
+        RunStarted(step=7, at_s=65.0, hosts=("a", "b"), workers=("1", "3")),
+        RunStarted(step=9, at_s=80.0, hosts=("a", "b", "a", "c"), workers=("1", "3", "4", "5")),
+    ]
+    rows = [visible_text(row) for row in re.findall("<tr>.*?</tr>", render_report_page(run))]
+    assert rows[rows.index("from step at ranks came gone") + 1 :][:3] == [
+        "0 0.0 s 3 – –",
+        "7 1 min 5 s 2 – 1 on a",
+        "9 1 min 20 s 4 1 on a, 1 on c –",
+    ]
+
+
 def test_the_page_loads_nothing_and_looks_good_in_the_dark() -> None:
     page = render_report_page(run_of())
     assert not re.search(r"""(?:src|href)\s*=\s*["']|url\(|@import|\bfetch\(|XMLHttpRequest""", page)

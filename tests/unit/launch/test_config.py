@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ronde.coordinator.membership import ElasticLimits
 from ronde.errors import StartFailed
 from ronde.launch.config import LaunchConfig, launch_options, make_launch_config, read_config
 from ronde.launch.job import SshOptions
@@ -205,3 +208,68 @@ def test_a_variable_of_a_file_that_is_not_set_is_named_with_its_line(path: Path,
         f"{path}, line {line}: env: GONE: there is no such variable here; give it a value"
     )
     assert make_launch_config({"config": str(path)}, COMMAND, {"GONE": "3"}).job.env["GONE"] == "3"
+
+
+# --- a number of ranks that changes ---------------------------------------------------------------------------------
+
+
+def test_limits_of_an_elastic_job_come_from_flags_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("num_ranks: 4\nmin_np: 2\nmax_np: 8\nreset_limit: 3\ncooldown: [2, 30]\nelastic_timeout_s: 99\n")
+    job = make_launch_config({"config": str(path), "max_np": "6"}, ("true",), {}).job
+    assert job.limits == ElasticLimits(start_ranks=4, min_ranks=2, max_ranks=6, reset_limit=3, timeout_s=99.0)
+    assert (job.cooldown_s, job.settings.heartbeat_s, job.placements) == ((2.0, 30.0), 2.5, ())
+
+
+@pytest.mark.parametrize(
+    ("flags", "limits"),
+    [
+        ({"num_ranks": "4", "min_np": "2"}, (4, 2, 4)),
+        ({"num_ranks": "4", "max_np": "6"}, (4, 4, 6)),
+        ({"min_np": "2", "discover": "./hosts.sh"}, (2, 2, 2)),
+        ({"num_ranks": "3", "discover": "./hosts.sh"}, (3, 3, 3)),
+        ({"min_np": "1", "hosts": "a:2,b:3"}, (5, 1, 5)),
+    ],
+)
+def test_limits_that_are_not_given_are_the_number_of_ranks(flags: dict[str, str], limits: tuple[int, int, int]) -> None:
+    found = make_launch_config(flags, ("true",), {}).job.limits
+    assert found is not None and (found.start_ranks, found.min_ranks, found.max_ranks) == limits
+
+
+def test_the_heartbeat_of_an_elastic_job_is_faster_unless_it_is_given() -> None:
+    for flags, environ, expected_s in (
+        ({}, {}, 2.5),
+        ({"heartbeat_s": "7"}, {}, 7.0),
+        ({}, {"RONDE_HEARTBEAT_S": "8"}, 8.0),
+    ):
+        assert make_launch_config({"min_np": "1", **flags}, ("true",), environ).job.settings.heartbeat_s == expected_s
+    assert make_launch_config({}, ("true",), {}).job.settings.heartbeat_s == 10.0
+
+
+def test_a_hostfile_is_watched_only_in_an_elastic_job(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("a\nb:4\n")
+    flags = {"hostfile": str(path), "slots_per_host": "2"}
+    assert make_launch_config(flags, ("true",), {}).watched_hostfile == ""
+    config = make_launch_config({**flags, "min_np": "1"}, ("true",), {})
+    assert (config.watched_hostfile, config.slots_per_host, config.job.num_ranks) == (str(path), 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"num_ranks": "2", "min_np": "3"}, "min_np must be from 1 to np, which is 2; got 3"),
+        ({"num_ranks": "2", "max_np": "1"}, "max_np must be at least np, which is 2; got 1"),
+        ({"reset_limit": "1"}, "reset_limit is for jobs whose number of ranks changes: give min_np, too"),
+        ({"cooldown": ["1", "2"]}, "cooldown is for jobs whose number of ranks changes"),
+        ({"min_np": "1", "cooldown": ["2", "1"]}, "--cooldown must be two numbers of seconds, the longest last"),
+        ({"min_np": "1", "debug": "0"}, "debug, tf_config and restarts are for jobs whose number of ranks is fixed"),
+        ({"min_np": "1", "restarts": "1"}, "restarts are for jobs whose number of ranks is fixed"),
+        ({"min_np": "1", "tf_config": True}, "restarts are for jobs whose number of ranks is fixed"),
+        ({"hosts": "a", "discover": "x", "min_np": "1"}, "hosts and discover exclude each other"),
+        ({"hosts": "a:2", "num_ranks": "4", "min_np": "1"}, "4 ranks, but only 2 slots"),
+    ],
+)
+def test_an_elastic_job_that_cannot_be_is_refused(flags: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        make_launch_config(flags, ("true",), {})

@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from ronde.launch.environment import count_ports, login_variables, make_rank_orders
+from ronde.coordinator.membership import ElasticLimits
+from ronde.launch.environment import count_ports, login_variables, make_rank_orders, make_worker_order
 from ronde.launch.job import Job
 from ronde.launch.network import HostFacts, JobNetwork
-from ronde.launch.placement import Host
+from ronde.launch.placement import Host, Placement
 from ronde.launch.protocol import RankOrder
 from ronde.settings import Settings
 
@@ -30,7 +31,7 @@ def orders(
         HostFacts(tuple(range(8)), cpu_count, "10.0.0.1" if job.hosts else "", (5, 6, 7, 8), is_local=True),
         HostFacts((0, 1), 8, "fd00::2", (9,), is_local=False),
     )
-    network = JobNetwork("10.0.0.9", facts[: len(job.used_hosts)])
+    network = JobNetwork("10.0.0.9", dict(enumerate(facts[: len(job.used_hosts)])))
     made = make_rank_orders(
         job, network, coordinator="10.0.0.9:7", key=KEY, environ=environ or {}, tty_fds=terminals
     ).items()
@@ -151,3 +152,63 @@ def test_one_rank_may_draw_or_has_the_terminal_and_its_input_is_the_drivers(
 ) -> None:
     for rank, order in orders(make_job(debug_rank=debug_rank), terminals=terminals).items():
         assert (order.output_ptys, order.tty, order.stdin_pipe) == (rank == drawing, rank == debugged, rank == piped)
+
+
+# --- workers of elastic jobs ----------------------------------------------------------------------------------------
+
+
+def worker_order(number: int, rank: int, **changes: object) -> RankOrder:
+    """The order for a worker in the second of four slots of host b, the second of two hosts."""
+    limits = ElasticLimits(start_ranks=3, min_ranks=1, max_ranks=8)
+    job = make_job(limits=limits, settings=Settings(heartbeat_s=2.5), **changes)
+    return make_worker_order(
+        job,
+        number,
+        Placement(
+            rank=rank,
+            host=Host("b", 4),
+            host_index=1,
+            local_rank=1,
+            local_size=4,
+            cross_rank=1,
+            cross_size=2,
+            num_hosts=2,
+        ),
+        6,
+        HostFacts(tuple(range(8)), 8, "10.0.0.2", is_local=False),
+        coordinator="10.0.0.9:7",
+        key=KEY,
+        environ={},
+        tty_fds=(0, 1, 2),
+    )
+
+
+def test_a_worker_of_an_elastic_job_has_a_number_beside_its_rank() -> None:
+    order = worker_order(12, 5)
+    assert (order.rank, order.argv, order.output_ptys) == (12, ("x", "y"), False)
+    expected = {
+        "RONDE_ELASTIC": "1",
+        "RONDE_WORKER": "12",
+        "RONDE_SLOT": "1",
+        "RONDE_RANK": "5",
+        "RONDE_SIZE": "6",
+        "RONDE_COORDINATOR": "10.0.0.9:7",
+        "RONDE_COORDINATOR_HOSTED": "1",
+        "RONDE_KEY": KEY,
+        "RONDE_ADDRESS": "10.0.0.2",
+        "RONDE_HEARTBEAT_S": "2.5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "OMP_NUM_THREADS": "2",
+        "HOROVOD_HOSTNAME": "b",
+    }
+    assert expected.items() <= order.env.items()
+    assert not any(name.startswith(("MASTER_", "JAX_", "TF_CONFIG")) for name in order.env), "any rank may be lost"
+
+
+def test_only_the_first_worker_draws_progress_bars() -> None:
+    assert worker_order(0, 0).output_ptys and not worker_order(4, 0).output_ptys
+
+
+def test_workers_are_bound_to_the_cores_of_their_slots() -> None:
+    assert worker_order(12, 5, bind="core").cpus == (2, 3)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.network import NetworkProber, choose_addresses
+from ronde.launch.network import LateHostProbe, NetworkProber, choose_addresses
 from ronde.launch.protocol import AgentError, ProbeReply, ProbeRequest
 from ronde.net.addresses import candidate_addresses, parse_address
 from ronde.net.keys import new_job_key
@@ -132,9 +132,9 @@ def test_the_listener_of_another_job_is_not_reached() -> None:
 
 def test_a_key_that_is_none_is_told_without_showing_it() -> None:
     with two_hosts() as (here, _):
-        found = here.probe(ProbeRequest("secret"))
+        found = here.probe(ProbeRequest("swordfish"))
         assert isinstance(found, AgentError)
-        assert "64 hexadecimal digits" in found.reason and "secret" not in found.reason.replace("job's secret", "")
+        assert "64 hexadecimal digits" in found.reason and "swordfish" not in found.reason
 
 
 def test_closing_does_not_wait_for_the_silent() -> None:
@@ -144,3 +144,64 @@ def test_closing_does_not_wait_for_the_silent() -> None:
         deadline = Deadline(promised_s(10.0))
         waiting.prober.close()
         assert not deadline.expired
+
+
+# --- a host that comes later ----------------------------------------------------------------------------------------
+
+NAMES = {0: "a", 1: "b", 2: "c"}
+
+
+def probe(
+    reached_by_newcomer: Sequence[Sequence[str]], newcomer_reached: Sequence[Sequence[str]]
+) -> tuple[LateHostProbe, dict[int, ProbeRequest]]:
+    """Host c comes to a at 10.0.0.1 and b at 10.0.0.2, and all have answered. Return the second requests, too."""
+    late = LateHostProbe(KEY, 2, {0: "10.0.0.1", 1: "10.0.0.2"}, NAMES)
+    assert late.start().keys() == {0, 1, 2}
+    requests: dict[int, ProbeRequest] = {}
+    for agent in (0, 1, 2):
+        requests = late.handle_reply(agent, ProbeReply(((f"10.0.0.{agent + 1}:5", f"10.1.0.{agent + 1}:6"),)))
+    late.handle_reply(2, ProbeReply(tuple(map(tuple, reached_by_newcomer)), ("", "no answer")))
+    for agent in (0, 1):
+        assert not late.is_complete
+        late.handle_reply(agent, ProbeReply((tuple(newcomer_reached[agent]),), ("",)))
+    assert late.is_complete
+    return late, requests
+
+
+def test_a_host_that_comes_later_gets_an_address_that_all_others_reach() -> None:
+    own = ("10.0.0.3:5", "10.1.0.3:6")
+    late, requests = probe([["10.0.0.1:5"], ["10.1.0.2:6", "10.0.0.2:5"]], [own, ["10.1.0.3:6"]])
+    assert late.choose_address() == "10.1.0.3"
+    assert requests[0].targets == requests[1].targets == (own,)
+    assert requests[2].targets == (("10.0.0.1:5", "10.1.0.1:6"), ("10.0.0.2:5", "10.1.0.2:6"))
+
+
+@pytest.mark.parametrize(
+    ("reached", "reached_by", "reason"),
+    [
+        ([["10.0.0.1:5"], ["10.1.0.2:6"]], [["10.0.0.3:5"]] * 2, "it cannot reach b at 10.0.0.2 (no answer)"),
+        (
+            [["10.0.0.1:5"], ["10.0.0.2:5"]],
+            [["10.0.0.3:5"], ["10.1.0.3:6"]],
+            "none of its addresses (10.0.0.3:5, 10.1.0.3:6) is reached by all other hosts",
+        ),
+    ],
+)
+def test_a_host_that_comes_later_and_is_cut_off_is_told_from_whom(
+    reached: list[list[str]], reached_by: list[list[str]], reason: str
+) -> None:
+    late, _ = probe(reached, reached_by)
+    with pytest.raises(StartFailed) as failed:
+        late.choose_address()
+    assert str(failed.value) == reason
+
+
+def test_a_host_that_is_lost_meanwhile_does_not_keep_the_newcomer_waiting() -> None:
+    late = LateHostProbe(KEY, 2, {0: "10.0.0.1", 1: "10.0.0.2"}, NAMES)
+    for agent in (0, 2):
+        assert not late.handle_reply(agent, ProbeReply(((f"10.0.0.{agent + 1}:5",),)))
+    requests = late.drop(1)
+    assert requests.keys() == {0, 2}
+    late.handle_reply(0, ProbeReply((("10.0.0.3:5",),), ("",)))
+    late.handle_reply(2, ProbeReply((("10.0.0.1:5",),), ("",)))
+    assert late.is_complete and late.choose_address() == "10.0.0.3"

@@ -45,6 +45,7 @@ def test_a_list_of_hosts_is_read(text: str, hosts: tuple[Host, ...]) -> None:
         ("a b:2", "cannot read 'a b:2'"),
         ("@a:2", "cannot read '@a:2'"),
         ("-oProxyCommand=x:1", "does not begin with '-'"),
+        ("a\0:1", r"without spaces and control characters that does not begin with '-', got 'a\x00'"),
     ],
 )
 def test_a_list_that_cannot_be_read_says_why(text: str, words: str) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import math
+import os
+import select
 import socket
+import struct
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -39,10 +44,17 @@ def port_of(sock: socket.socket) -> int:
 
 
 def start(
-    loop: EventLoop, address: str, key: JobKey, outcomes: list[Outcome], *, rank: int = 0, timeout_s: float = PATIENCE_S
+    loop: EventLoop,
+    address: str,
+    key: JobKey,
+    outcomes: list[Outcome],
+    *,
+    rank: int = 0,
+    timeout_s: float = PATIENCE_S,
+    answer_s: float = math.inf,
 ) -> PendingConnection:
     request = ConnectionRequest("data", rank)
-    return PendingConnection(loop, address, key, request, Deadline(timeout_s), outcomes.append)
+    return PendingConnection(loop, address, key, request, Deadline(timeout_s), outcomes.append, answer_s=answer_s)
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -100,6 +112,46 @@ def test_who_does_not_answer_or_does_not_listen_is_reported_after_the_deadline(
     run_for(loop, PATIENCE_S, lambda: len(outcomes) == 2)
     assert "something listens there but does not answer" in str(outcomes[0])
     assert "nobody listens there (connection refused), for 0.05 s" in str(outcomes[1])
+
+
+def test_a_host_whose_kernel_does_not_answer_cannot_be_reached(
+    loop: EventLoop, key: JobKey, silent: socket.socket
+) -> None:
+    """The kernel drops what comes to a port whose queue is full. Where it answers, the process may take its time."""
+    with socket.create_server((LOCAL, 0), backlog=0) as full, ExitStack() as opened:
+        for _ in range(3):  # more than it takes
+            waiting = opened.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        outcomes: list[Outcome] = []
+        pending = start(loop, f"{LOCAL}:{port_of(silent)}", key, outcomes, answer_s=0.05)
+        start(loop, f"{LOCAL}:{port_of(full)}", key, outcomes, answer_s=0.05)
+        run_for(loop, PATIENCE_S, lambda: bool(outcomes))
+        assert "no answer within 0.05 s; is the network between the hosts cut?" in str(outcomes[0])
+        run_for(loop, 0.1, lambda: len(outcomes) == 2)
+        assert len(outcomes) == 1
+        pending.cancel()
+
+
+def test_a_connection_that_is_reset_right_after_it_was_made_is_tried_again(
+    loop: EventLoop, key: JobKey, silent: socket.socket
+) -> None:
+    outcomes: list[Outcome] = []
+    pending = start(loop, f"{LOCAL}:{port_of(silent)}", key, outcomes)
+    run_for(loop, 0.0, lambda: True)  # it connects, and has not seen yet that it is connected
+    silent.settimeout(PATIENCE_S)
+    there, _ = silent.accept()
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+    there.close()
+    assert pending._sock is not None
+    deadline = Deadline(PATIENCE_S)
+    while not pending._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # which forgets the error
+        assert not deadline.expired
+    run_for(loop, PATIENCE_S, lambda: os.strerror(errno.ENOTCONN) in pending.problem)
+    assert outcomes == []
+    run_for(loop, PATIENCE_S, lambda: bool(select.select([silent], [], [], 0)[0]))
+    silent.accept()[0].close()
+    pending.cancel()
 
 
 def test_one_that_was_cancelled_reports_nothing_and_leaves_nothing_open(

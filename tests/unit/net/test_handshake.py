@@ -92,11 +92,12 @@ def test_a_mirror_is_not_a_listener() -> None:
 
 def test_two_versions_tell_each_other_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     client = client_side()
-    monkeypatch.setattr(handshake, "VERSION", 4)
-    with pytest.raises(HandshakeFailed, match="speaks version 3 of the handshake, this is 4") as refused:
+    own = handshake.VERSION
+    monkeypatch.setattr(handshake, "VERSION", own + 1)
+    with pytest.raises(HandshakeFailed, match=f"speaks version {own} of the handshake, this is {own + 1}") as refused:
         server_side().feed(client.hello)
-    monkeypatch.setattr(handshake, "VERSION", 3)
-    with pytest.raises(HandshakeFailed, match=r"version 4 .* install the same ronde"):
+    monkeypatch.setattr(handshake, "VERSION", own)
+    with pytest.raises(HandshakeFailed, match=rf"version {own + 1} .* install the same ronde"):
         client.feed(refused.value.reply)
 
 

@@ -20,6 +20,7 @@ from ronde.errors import PeerLost, StartFailed
 from ronde.net import connect as sockets
 from ronde.net import listener as listener_module
 from ronde.net.connect import connect_authenticated, describe_disconnect, socket_error
+from ronde.net.handshake import VERSION
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.types import Deadline, Member, Topology
@@ -94,7 +95,7 @@ def test_ipv6_works_too(key: JobKey) -> None:
         connect_authenticated(where, key, ConnectionRequest("data", 0), Deadline(20))[0].close()
 
 
-@pytest.mark.parametrize(("heartbeat_s", "limit_s"), [(10, 10), (30, 30), (0.5, 4)])
+@pytest.mark.parametrize(("heartbeat_s", "limit_s"), [(10, 10), (30, 30), (4, 4), (2.5, 3), (0.5, 3)])
 def test_a_cut_link_is_noticed_within_a_heartbeat(key: JobKey, heartbeat_s: float, limit_s: float) -> None:
     with closing(Listener(key, unix=False, tcp_host=LOCAL, heartbeat_s=heartbeat_s)) as listener:
         here, _ = connect_authenticated(
@@ -347,7 +348,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(key: JobKey) -> None:
     [
         b"\0",
         b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n" * 3,
-        b"RONDc\x03\xff\xff" + bytes(32),
+        b"RONDc" + bytes([VERSION]) + b"\xff\xff" + bytes(32),
         bytes(1 << 20),
         b"",
     ],
@@ -439,7 +440,7 @@ def test_a_listener_that_breaks_tells_whoever_waits(
     assert "the listener failed" in caplog.text
 
 
-HELLO = b"RONDc\x03\x00\x10" + bytes(32)
+HELLO = b"RONDc" + bytes([VERSION]) + b"\x00\x10" + bytes(32)
 
 
 @pytest.mark.parametrize("start", [b"", HELLO], ids=["from the start", "after a hello"])

@@ -35,7 +35,9 @@ from ronde.net.messages import (
     RankHeartbeatReply,
     RankLost,
     RanksLost,
+    RefusalKind,
     RevokeSharedIds,
+    RoundChangeWanted,
     RoundStarted,
     RunOperations,
     SetTracing,
@@ -82,14 +84,15 @@ WORKER: list[WorkerMessage] = [
     LeaveRound(LeaveReason.FAILED, "ValueError"),
 ]
 COORDINATOR: list[CoordinatorMessage] = [
-    RoundStarted(round=1, members=(MEMBER,)),
-    JoinRefused(reason="late"),
+    RoundStarted(round=1, members=(MEMBER,), timeline="trace.json"),
+    JoinRefused(reason="late", kind=RefusalKind.LEFT_BEHIND),
+    RoundChangeWanted(reason="worker 4 will join"),
     RunOperations(
         group=0,
         operations=(AgreedOperation(1, "loss"), AgreedOperation(2, "x", REQUEST, (4, 5), 7)),
         stragglers=((1, 0), (0, 5)),
     ),
-    OperationRejected(group=0, name="loss", reason="shapes differ"),
+    OperationRejected(group=0, name="loss", reason="shapes differ", joined=(1, 3)),
     UnknownOperationId(id=9),
     RevokeSharedIds(group=0, ids=(0, 16_383)),
     MissingRanks(group=0, name="loss", ranks=(1, 2)),

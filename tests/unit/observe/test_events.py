@@ -21,6 +21,10 @@ EVENTS: list[tuple[Event, str]] = [
     (events.Stopped(**AT), "left in order"),
     (events.Stopped(**AT, orderly=False, why="killed"), "left out of order: killed"),
     (
+        events.RoundChanged(at_ns=7_000_000, rank=3, size=2, why="rank 1 is gone", noticed_ns=2_000_000, joined_ns=4),
+        "one of 2 ranks after 5 ms: rank 1 is gone",
+    ),
+    (
         events.OperationFailed(**AT, op="allreduce 'w'", group=1, why="shapes differ"),
         "allreduce 'w' (group 1) failed: shapes differ",
     ),

@@ -73,3 +73,16 @@ def test_threads_that_ended_are_added_up_and_forgotten() -> None:
         run_all(lambda: counters.add(0, "barrier", 0, 1, 1), num_threads=1)
     assert counters.snapshot(0).total.operations == 50
     assert len(counters._threads) <= 2  # ours, and the last one if it is just ending
+
+
+def test_a_source_that_counts_nothing_any_more_is_forgotten_and_its_sums_stay() -> None:
+    counters = OperationCounters()
+    counters.add(0, "allreduce", 10, 1, 1)
+    sources = [lambda: (2, 8, 10, 20), lambda: (0, 0, 0, 0)]
+    for source in sources:
+        counters.add_source(0, "allreduce", source)
+    before = counters.snapshot(0)
+    for source in sources:
+        counters.remove_source(0, "allreduce", source)
+    assert counters.snapshot(0) == before and before.total.operations == 3
+    assert counters._sources == []

@@ -17,6 +17,7 @@ import pytest
 
 import ronde.observe
 from ronde.observe.stacks import MAX_STACK_CHARS, RankStack, dump_stacks, group_stacks, process_state
+from tests.limits import PATIENCE_S
 
 Ask = Callable[[], tuple[str, str]]
 
@@ -112,6 +113,27 @@ def test_endless_recursion_gives_a_stack_one_can_send() -> None:
     line, stack = deeper(500)
     assert "in dumped_from_another_thread" in line
     assert len(stack) <= MAX_STACK_CHARS
+
+
+COLLECT_LOCALS = """
+import gc, threading
+from ronde.observe.stacks import dump_stacks
+
+class Garbage:
+    def __init__(self):
+        self.own, self.local = self, threading.local()
+        self.local.x = 1
+
+gc.set_threshold(1)
+for _ in range(300):
+    Garbage()
+    dump_stacks()
+assert gc.isenabled()
+"""
+
+
+def test_garbage_of_threads_does_not_stop_the_process() -> None:
+    subprocess.run([sys.executable, "-c", COLLECT_LOCALS], check=True, timeout=PATIENCE_S)
 
 
 def test_an_installed_program_is_better_than_a_line_of_the_standard_library(tmp_path: Path) -> None:

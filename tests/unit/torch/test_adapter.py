@@ -34,6 +34,28 @@ def test_a_callback_runs_when_all_gradients_are_there_and_may_ask_for_another() 
     assert seen == [(True, True, False)]
 
 
+def test_a_pass_that_fails_has_forgotten_its_callbacks_when_backward_raises() -> None:
+    autograd, forgotten = TorchBackwardPass(), []
+
+    class Callback:
+        def __call__(self) -> None:
+            raise AssertionError("the error came first")
+
+        def __del__(self) -> None:
+            forgotten.append(True)
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    x = torch.ones(2, requires_grad=True)
+    y: Any = x * 2
+    y.register_hook(lambda _: autograd.on_end(Callback()))
+    x.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert forgotten == [True]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_pass_inside_of_a_function_is_nested_and_may_ask_for_the_end_of_the_one_around_it(

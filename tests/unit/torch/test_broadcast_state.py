@@ -10,9 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from ronde.comm import objects
 from ronde.comm.world import World
 from ronde.errors import Mismatch
-from ronde.torch.broadcast_state import broadcast_optimizer_state, broadcast_parameters
+from ronde.torch.broadcast_state import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    sync_optimizer_state,
+    sync_parameters,
+)
 from tests.conformance.ranks import run_threads
 
 
@@ -171,3 +177,34 @@ def test_optimizers_that_differ_are_told_apart() -> None:
             broadcast_optimizer_state(kind(nn.Linear(1, 1).parameters(), lr=0.1), group=world.group)
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize(("size", "givers"), [(4, (0, 1, 2)), (4, (1, 3)), (5, (1, 3)), (3, (2,)), (2, (0, 1))])
+def test_several_givers_share_the_state_and_keep_their_own_buffers(size: int, givers: tuple[int, ...]) -> None:
+    """To few takers it is sent directly, to many it is broadcast."""
+
+    def body(world: World) -> None:
+        is_giver = world.rank in givers
+        model = small_model(7 if is_giver else world.rank + 100)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.5 if is_giver else 0.1)
+        if is_giver:  # the others have no state yet
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        dict(model.named_buffers())["1.running_mean"].fill_(world.rank)
+        sync_parameters(model, givers, world.group)
+        sync_optimizer_state(optimizer, givers, world.group)
+
+        found = {name: bits(tensor).tolist() for name, tensor in tensors(model).items()}
+        expected = torch.full((4,), float(world.rank if is_giver else givers[0]))
+        assert found.pop("1.running_mean") == bits(expected).tolist()
+        moments = [
+            {name: bits(value).tolist() for name, value in optimizer.state[parameter].items()}
+            for parameter in model.parameters()
+        ]
+        assert all(moments)
+        everywhere = objects.allgather((found, moments, optimizer.param_groups[0]["lr"]), group=world.group)
+        assert all(each == everywhere[givers[0]] for each in everywhere)
+        assert everywhere[0][2] == 0.5
+
+    run_threads(size, body)

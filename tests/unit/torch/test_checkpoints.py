@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import ronde
 import ronde.torch.checkpoints
-from ronde.comm.world import World
+from ronde.comm.world import World, current_world
 from ronde.errors import CheckpointError
 from ronde.torch.checkpoints import Checkpoints
 from ronde.torch.learning_rate import warmup
@@ -176,3 +177,17 @@ def test_a_part_that_is_missing_or_does_not_fit_is_named_with_the_path(tmp_path:
             Checkpoints(tmp_path, keep=0)
 
     run_threads(1, body)
+
+
+def test_a_process_that_comes_to_a_running_job_leaves_its_checkpoints_alone(tmp_path: Path) -> None:
+    ronde.init()
+    try:
+        checkpoints = Checkpoints(tmp_path, model=nn.Linear(2, 2))
+        checkpoints.save(1)
+        current_world().is_candidate = True
+        assert checkpoints.restore() is None
+        assert checkpoints.save(2) is None
+        checkpoints.clear()
+        assert checkpoints.steps() == [1]
+    finally:
+        ronde.shutdown()

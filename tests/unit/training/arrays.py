@@ -120,8 +120,23 @@ class ArrayAdapter:
             assert place is not None
             place *= factor
 
+    def take_gradients(self) -> dict[str, Any]:
+        taken = {weight.name: weight.grad for weight in self.weights}
+        for weight in self.weights:
+            weight.grad = None
+        return taken
+
+    def put_back_gradients(self, taken: Any, factor: float) -> None:
+        for weight in self.weights:
+            weight.grad = taken[weight.name]
+            if isinstance(weight.grad, dict):
+                weight.grad = {row: value * factor for row, value in weight.grad.items()}
+            elif weight.grad is not None:
+                weight.grad *= factor
+
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
-        raise NotImplementedError
+        grads = {index: self._trained[index].grad for index in indices}
+        return [index for index, grad in grads.items() if isinstance(grad, np.ndarray) and not np.isfinite(grad).all()]
 
     def checksum_parameters(self, skipped: Container[str]) -> list[tuple[str, int]]:
         return [
@@ -161,26 +176,48 @@ class ArrayBackwardPass:
 
     def run(self, arrays: ArrayAdapter, grads: Mapping[str, Array | dict[int, float]], *, nested: bool = False) -> None:
         """One pass: gradients are added to those that are there."""
+        self.run_jointly([(arrays, grads)], nested=nested)
+
+    def run_jointly(
+        self,
+        parts: Iterable[tuple[ArrayAdapter, Mapping[str, Array | dict[int, float]]]],
+        *,
+        nested: bool = False,
+        error: Exception | None = None,
+    ) -> None:
+        """One pass for several adapters, one after the other. The error, or one that a callback raises, ends it: as in
+        autograd, callbacks that were not called are dropped."""
         self.nested = nested
-        while self.resume_callbacks and not nested:
-            self.resume_callbacks.pop()()
-        for name, grad in grads.items():
-            weight = next(weight for weight in arrays.weights if weight.name == name)
-            if isinstance(weight.grad, np.ndarray) and not isinstance(grad, dict):
-                weight.grad += grad
-            elif isinstance(weight.grad, dict) and isinstance(grad, dict):
-                weight.grad.update({row: weight.grad.get(row, 0.0) + value for row, value in grad.items()})
-            else:
-                weight.grad = dict(grad) if isinstance(grad, dict) else np.array(grad, weight.dtype)
-            if weight in arrays._trained:
-                arrays.on_ready(arrays._trained.index(weight))
-            else:
-                arrays.on_new_parameter()
-        self.run_end_callbacks()
+        try:
+            while self.resume_callbacks and not nested:
+                self.resume_callbacks.pop()()
+            for arrays, grads in parts:
+                for name, grad in grads.items():
+                    _add_gradient(arrays, name, grad)
+            if error is not None:
+                raise error
+            self.run_end_callbacks()
+        except BaseException:
+            self.end_callbacks.clear()
+            raise
 
     def run_end_callbacks(self) -> None:
         while self.end_callbacks:
             self.end_callbacks.pop(0)()
+
+
+def _add_gradient(arrays: ArrayAdapter, name: str, grad: Array | dict[int, float]) -> None:
+    weight = next(weight for weight in arrays.weights if weight.name == name)
+    if isinstance(weight.grad, np.ndarray) and not isinstance(grad, dict):
+        weight.grad += grad
+    elif isinstance(weight.grad, dict) and isinstance(grad, dict):
+        weight.grad.update({row: weight.grad.get(row, 0.0) + value for row, value in grad.items()})
+    else:
+        weight.grad = dict(grad) if isinstance(grad, dict) else np.array(grad, weight.dtype)
+    if weight in arrays._trained:
+        arrays.on_ready(arrays._trained.index(weight))
+    else:
+        arrays.on_new_parameter()
 
 
 class ArrayTraining:
@@ -195,10 +232,11 @@ class ArrayTraining:
         passes: int = 1,
         codec: Codec | None = None,
         overlap: bool = True,
+        backward_pass: ArrayBackwardPass | None = None,
     ) -> None:
         self.weights = {weight.name: weight for weight in weights}
         self.adapter = ArrayAdapter(weights)
-        self.backward_pass = ArrayBackwardPass()
+        self.backward_pass = backward_pass or ArrayBackwardPass()
         self.step = TrainingStep(self.backward_pass, passes, gradient_version=lambda: None)
         settings = settings or GradientSettings()
         self.reducer = Reducer(
@@ -238,6 +276,13 @@ class ArrayTraining:
             values = grad.tolist() if isinstance(grad, np.ndarray) else None
             found.append(grad if values is None else values[0] if len(set(values)) == 1 else values)
         return found
+
+
+def backward_jointly(*parts: tuple[ArrayTraining, Mapping[str, Any]], error: Exception | None = None) -> None:
+    """A pass in which gradients of several trainings come, in this order, and which may end in an error. The trainings
+    have one backward_pass."""
+    arrays = [(training.adapter, training._as_arrays(grads)) for training, grads in parts]
+    parts[0][0].backward_pass.run_jointly(arrays, error=error)
 
 
 def run_training(

@@ -8,7 +8,7 @@ import pytest
 from ronde.comm.buffers import Array
 from ronde.torch.optimizer import CODECS
 from ronde.training.adapter import ParameterInfo
-from ronde.training.buckets import GradientBucket, GradientLocation
+from ronde.training.bucket_assignment import GradientBucket, GradientLocation
 from ronde.training.compression import WireArray, find_codec
 
 

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from ronde.comm.backends import native_library
-from ronde.training.reducer import ReadyCounter
+from ronde.training.ready_counter import ReadyCounter
+from tests.services import needs
 
+HOT_CALLS_MISSING = "" if native_library.hot_calls is not None else "it cannot be imported; `make build` builds it"
 BOTH = [
     pytest.param(ReadyCounter, id="in Python"),
     pytest.param(
         native_library.make_ready_counter,
         id="in the extension",
-        marks=pytest.mark.skipif(native_library.hot_calls is None, reason="the extension is not built here"),
+        marks=needs("extension hot_calls", missing=HOT_CALLS_MISSING),
     ),
 ]
 pytestmark = pytest.mark.parametrize("make", BOTH)

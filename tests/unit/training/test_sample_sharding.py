@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ronde.training.sample_sharding import TAIL_POLICIES, SamplePosition, epoch_order, shard_indices, shard_size
+from ronde.training.global_batches import GlobalBatches, equal_shares
+from ronde.training.sample_sharding import (
+    TAIL_POLICIES,
+    SamplePosition,
+    count_steps,
+    epoch_order,
+    sample_weight,
+    shard_indices,
+    shard_size,
+    share_out,
+)
 
 NUMBERS = st.integers(0, 60)
 SIZES = st.integers(1, 7)
@@ -77,3 +87,104 @@ def test_a_global_batch_has_the_same_samples_for_any_number_of_ranks() -> None:
 @pytest.mark.parametrize("ends", TAIL_POLICIES)
 def test_no_data_is_no_problem(ends: str) -> None:
     assert shares(0, 0, 3, ends) == [[], [], []]
+
+
+# --- global batches ---------------------------------------------------------------------------------------------------
+
+
+@given(total=st.integers(0, 300), shares=st.lists(st.integers(1, 4000), min_size=1, max_size=9))
+def test_a_batch_is_shared_out_whole_and_nobody_goes_without_if_there_is_enough(total: int, shares: list[int]) -> None:
+    counts = share_out(total, tuple(shares))
+    assert sum(counts) == total
+    assert all(counts) or total < len(shares)
+    ideal = [total * share / sum(shares) for share in shares]
+    if min(ideal) >= 1:
+        assert all(abs(count - wanted) < 1 for count, wanted in zip(counts, ideal, strict=True))
+
+
+def test_equal_shares_differ_by_one_and_the_first_ranks_have_more() -> None:
+    assert share_out(10, (1000,) * 4) == (3, 3, 2, 2)
+    assert share_out(2, (1000,) * 4) == (1, 1, 0, 0)
+    assert share_out(35, (1143, 1143, 1143, 571)) == (10, 10, 10, 5)
+    assert share_out(8, (4000, 125, 125)) == (6, 1, 1)
+
+
+@given(st.lists(st.lists(st.floats(-100, 100), max_size=5), min_size=1, max_size=6).filter(any))
+def test_the_weighted_mean_over_ranks_is_the_mean_over_samples(parts: list[list[float]]) -> None:
+    counts = [len(part) for part in parts]
+    weighted = [
+        sample_weight(counts, member) * (sum(part) / len(part) if part else 7.0) for member, part in enumerate(parts)
+    ]
+    samples = list(chain(*parts))
+    assert sum(weighted) / len(parts) == pytest.approx(sum(samples) / len(samples), abs=1e-9)
+    assert sum(sample_weight(counts, member) for member in range(len(counts))) == pytest.approx(len(counts))
+
+
+@given(
+    length=st.integers(0, 90),
+    global_batch=st.integers(1, 20),
+    rounds=st.lists(st.tuples(SIZES, st.integers(0, 4), st.integers(0, 3)), max_size=12),
+)
+def test_every_sample_is_in_one_finished_step_whatever_happens_to_the_ranks(
+    length: int, global_batch: int, rounds: list[tuple[int, int, int]]
+) -> None:
+    """Each round has a size, a number of steps that finish in it, and one of steps that were drawn and did not."""
+    used: list[int] = []
+    position = SamplePosition(3)
+    for size, num_finished, num_ahead in [*rounds, (2, 100, 0)]:
+        order = epoch_order(length, epoch=position.epoch, seed=1, shuffle=True)
+        ranks = [
+            GlobalBatches(
+                order,
+                position,
+                global_batch=global_batch,
+                drops_last=False,
+                member=member,
+                shares=equal_shares(size),
+            )
+            for member in range(size)
+        ]
+        drawn = [list(islice(batches, num_finished + num_ahead)) for batches in ranks]
+        for step in range(min(num_finished, len(drawn[0]))):
+            counts = {batches.hand_out() for batches in ranks}
+            assert len(counts) == 1
+            (mine,) = counts
+            for count, parts in zip(mine, drawn, strict=True):
+                assert len(parts[step]) == max(count, 1)
+                used += parts[step][:count]
+            position = position.after_samples(sum(mine))
+    assert sorted(used) == list(range(length))
+    assert used_in_order(used, length, global_batch)
+    assert position == (3, length)
+
+
+def used_in_order(used: list[int], length: int, global_batch: int) -> bool:
+    """Whether the steps were those of an undisturbed run, sample by sample."""
+    order = epoch_order(length, epoch=3, seed=1, shuffle=True).tolist()
+    starts = range(0, length, global_batch)
+    return all(
+        sorted(used[start : start + global_batch]) == sorted(order[start : start + global_batch]) for start in starts
+    )
+
+
+def test_an_incomplete_last_batch_can_be_left_out() -> None:
+    order = epoch_order(10, epoch=0, seed=0, shuffle=False)
+    for drops_last, expected in ((True, [[0, 1], [4, 5]]), (False, [[0, 1], [4, 5], [8]])):
+        batches = GlobalBatches(
+            order, SamplePosition(), global_batch=4, drops_last=drops_last, member=0, shares=equal_shares(2)
+        )
+        assert list(batches) == expected
+        assert count_steps(10, 4, "drop" if drops_last else "uneven") == len(expected)
+
+
+def test_a_rank_without_a_sample_computes_one_of_another_rank() -> None:
+    order = epoch_order(2, epoch=0, seed=0, shuffle=False)
+    parts = [
+        list(
+            GlobalBatches(
+                order, SamplePosition(), global_batch=4, drops_last=False, member=member, shares=equal_shares(4)
+            )
+        )
+        for member in range(4)
+    ]
+    assert parts == [[[0]], [[1]], [[0]], [[0]]]

@@ -18,6 +18,7 @@ BENCHMARKS = {
     "negotiation": Command(
         "ronde.cli.bench.negotiation:negotiation", "Time per named operation, against how many are in flight."
     ),
+    "elastic": Command("ronde.cli.bench.elastic:elastic", "How long training stops when a rank is lost."),
     "train": Command("ronde.cli.bench.train:train", "Train with ronde, with DDP, and without communication."),
 }
 

@@ -43,9 +43,14 @@ OPEN_MPI_SETTINGS = (
     "OMPI_MCA_hwloc_base_binding_policy=none",
 )
 
+HOW_TO_GET_HOROVOD = "install ronde-horovod from a checkout of ronde: pip install ./ronde/compat/horovod"
 PACKAGES = {
     "gloo": (("torch",), "PyTorch is not installed", "pip install torch"),
-    HOROVOD: (("horovod", "torch"), "ronde-horovod or PyTorch is not installed", "pip install ronde-horovod torch"),
+    HOROVOD: (
+        ("horovod", "torch"),
+        "ronde-horovod or PyTorch is not installed",
+        f"pip install torch; {HOW_TO_GET_HOROVOD}",
+    ),
 }
 """What a peer needs in this environment, what is said when that is missing, and how to get it."""
 HOW_TO_GET_MPI = (

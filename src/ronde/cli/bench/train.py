@@ -21,7 +21,7 @@ from rich.text import Text
 from ronde.cli.arguments import whole_number
 from ronde.cli.bench.command import make_parser, parse_numbers, run_benchmark
 from ronde.cli.bench.models import MODELS, BenchmarkModel, parse_models
-from ronde.cli.bench.peers import HOROVOD, LOCKSTEP, RONDE, MeasuredLibrary, is_installed
+from ronde.cli.bench.peers import HOROVOD, HOW_TO_GET_HOROVOD, LOCKSTEP, RONDE, MeasuredLibrary, is_installed
 from ronde.cli.bench.runner import (
     REPLY_TIMEOUT_S,
     BenchmarkCase,
@@ -99,7 +99,7 @@ def find_setups(
     """What is measured, and notes about what is left out: one process alone, `size` without communication, `size` that
     only wait for each other, ronde, and the peers: `ddp,hvd`, or `none`; None: all."""
     if not is_installed("torch"):
-        raise RondeError("ronde bench train needs PyTorch: pip install 'ronde[torch]'")
+        raise RondeError("ronde bench train needs PyTorch: pip install torch")
     wanted = set(PEERS) if peers is None else {name.strip() for name in peers.split(",") if name.strip()} - {"none"}
     for name in sorted(wanted):
         if name not in PEERS:
@@ -117,7 +117,7 @@ def find_setups(
     if HOROVOD in wanted and is_installed("horovod"):
         setups.append(TrainingSetup(HOROVOD, HOROVOD, size=size, codec=codec))
     elif HOROVOD in wanted:
-        reason = "ronde-horovod is not installed; pip install ronde-horovod"
+        reason = f"ronde-horovod is not installed; {HOW_TO_GET_HOROVOD}"
         if peers is not None:
             raise ValueError(reason)
         notes.append(f"{HOROVOD} is left out: {reason}")

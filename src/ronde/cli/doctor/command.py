@@ -107,7 +107,7 @@ class DoctorRunner:
         show_progress(f"{action} …")
         for name, outcome in zip(self._host_names, self._run_jobs(jobs, IMPORT_TIMEOUT_S), strict=True):
             if isinstance(outcome, Exception):
-                reports.append(HostReport(name, trouble=format_job_error(outcome, name)))
+                reports.append(HostReport(name, error=format_job_error(outcome, name)))
             else:
                 reports.append(HostReport(name, outcome[0]))
             show_progress(f"{action}, {len(reports)} done …")
@@ -123,7 +123,7 @@ class DoctorRunner:
         action = f"measuring {format_count(len(pairs), 'pair')}"
         show_progress(f"{action} …")
         found = self._measure_in_one_job(names, pairs)
-        if len(pairs) > 1 and found[0].trouble:
+        if len(pairs) > 1 and found[0].error:
             found = []
             for pair in pairs:
                 found += self._measure_in_one_job(tuple(dict.fromkeys(pair)), [pair])
@@ -136,7 +136,7 @@ class DoctorRunner:
         job = self._make_job(tuple(Host(name, 2) for name in names), pickle_call(measure_links, (ranks,), {}))
         (outcome,) = self._run_jobs([job], PAIR_TIMEOUT_S * len(pairs))
         if isinstance(outcome, Exception):
-            return [HostPairReport(*pair, trouble=format_job_error(outcome, *pair)) for pair in pairs]
+            return [HostPairReport(*pair, error=format_job_error(outcome, *pair)) for pair in pairs]
         speeds = [outcome[client][index] for index, (client, _) in enumerate(ranks)]
         return [HostPairReport(*pair, speed) for pair, speed in zip(pairs, speeds, strict=True)]
 

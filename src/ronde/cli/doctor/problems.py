@@ -29,7 +29,7 @@ MAX_CLOCK_DIFFERENCE_S = 0.5
 def make_doctor_report(hosts: Sequence[HostReport], pairs: Sequence[HostPairReport]) -> DoctorReport:
     """The whole report. `healthy` is whether nothing is broken; warnings do not count."""
     problems = [
-        *(problem for host in hosts for problem in _host_problems(host.name, host.facts, host.trouble)),
+        *(problem for host in hosts for problem in _host_problems(host.name, host.facts, host.error)),
         *_version_problems(hosts),
         *_pair_problems(pairs),
     ]
@@ -38,9 +38,9 @@ def make_doctor_report(hosts: Sequence[HostReport], pairs: Sequence[HostPairRepo
     return DoctorReport(__version__, healthy, tuple(hosts), tuple(pairs), tuple(problems))
 
 
-def _host_problems(where: str, facts: SystemInfo | None, trouble: str) -> Iterator[Problem]:
+def _host_problems(where: str, facts: SystemInfo | None, error: str) -> Iterator[Problem]:
     if facts is None:
-        yield Problem("broken", where, "host", trouble)
+        yield Problem("broken", where, "host", error)
         return
 
     def warning(check: str, what: str, advice: str) -> Problem:
@@ -97,7 +97,7 @@ def _pair_problems(pairs: Sequence[HostPairReport]) -> Iterator[Problem]:
     for pair in pairs:
         speed, where = pair.speed, f"{pair.first}, {pair.second}"
         if speed is None:
-            yield Problem("broken", where, "pair", pair.trouble)
+            yield Problem("broken", where, "pair", pair.error)
             continue
         if pair.first == pair.second:
             continue

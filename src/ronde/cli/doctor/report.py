@@ -22,7 +22,7 @@ class HostReport(msgspec.Struct, frozen=True):
     """As the user named it."""
     facts: SystemInfo | None = None
     """None: the check failed."""
-    trouble: str = ""
+    error: str = ""
     """Why it failed."""
 
 
@@ -33,7 +33,7 @@ class HostPairReport(msgspec.Struct, frozen=True):
     second: str
     speed: LinkSpeed | None = None
     """None: the measurement failed."""
-    trouble: str = ""
+    error: str = ""
     """Why it failed."""
 
 
@@ -86,7 +86,7 @@ def _host_table(host: HostReport, problems: Sequence[Problem]) -> Table:
     table.add_column(no_wrap=True, width=7)
     table.add_column(no_wrap=True, width=10)
     table.add_column(overflow="fold")
-    rows = {"host": host.trouble} if host.facts is None else _describe_facts(host.facts)
+    rows = {"host": host.error} if host.facts is None else _describe_facts(host.facts)
     missing = () if host.facts is None else (*host.facts.backends, *host.facts.frameworks)
     statuses = {each.name: "-" for each in missing if each.state != "usable"}
     for check, text in rows.items():

@@ -2,7 +2,7 @@
 
 A channel is one total order of calls, agreed by all its members; channels never wait for each other. To add a backend,
 write a Backend, a BackendChannel and a RunningCall in a module of their own, allow its name in `settings.py` (backend),
-and create it in `comm/joining.py`.
+and create it in `make_backend()` (`comm/joining.py`).
 
 A call names memory by addresses, and the device on which it is. The contract of a backend for other devices than the
 CPU, such as one over NCCL, is in docs/internals/devices.md.
@@ -10,7 +10,6 @@ CPU, such as one over NCCL, is in docs/internals/devices.md.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,58 +21,13 @@ import msgspec
 from ronde.comm.call import AnnouncedOperation, Call, Memory
 from ronde.errors import OperationTimeout, RondeError
 from ronde.net.messages import LEAVE_GRACE_S, ChannelAborted
-from ronde.types import Deadline
+from ronde.types import Deadline, OperationKind
 
 if TYPE_CHECKING:
     from ronde.comm.backends.hot_calls import AllreduceCache
 
 LOSS_REASON_S = LEAVE_GRACE_S + 0.5
 """How long a call that failed waits for the coordinator's reason: it knows how a member ended."""
-
-
-class _ThisThread(threading.local):
-    operation = ""
-    """The operation in which the calling thread is, in words; empty if it is in none."""
-
-
-this_thread = _ThisThread()
-"""Who enters an operation looks here first: a signal handler or a finalizer of Python can run in the middle of one. It
-would wait for the operation that it has interrupted, and find half-changed data, so it is refused."""
-
-
-class InsideOperation:
-    """A context in which the calling thread is in this operation. RondeError if it is in one already."""
-
-    __slots__ = ("_description",)
-
-    def __init__(self, description: str) -> None:
-        self._description = description
-
-    def __enter__(self) -> None:
-        if this_thread.operation:
-            raise reentry_error(self._description)
-        this_thread.operation = self._description
-
-    def __exit__(self, *_: object) -> None:
-        this_thread.operation = ""
-
-
-def reentry_error(description: str) -> RondeError:
-    return RondeError(
-        f"{description}: this thread is in the middle of another operation ({this_thread.operation or 'a callback'}), "
-        "so a signal handler, a finalizer or a callback has called this; let it set a flag that your loop looks at, or "
-        "call ronde.shutdown()"
-    )
-
-
-def forked_error(pid: int, description: str = "") -> RondeError:
-    """The error for a forked child of the process `pid`, which is a rank."""
-    what = f"{description}: " if description else ""
-    return RondeError(
-        f"{what}this process ({os.getpid()}) is a forked child of process {pid}, which is the rank and has made the "
-        f"group; a child cannot take part. Call ronde only in process {pid}, or start workers with the method 'spawn' "
-        "(multiprocessing.get_context('spawn'))"
-    )
 
 
 class Received(NamedTuple):
@@ -120,6 +74,7 @@ class IdNotAgreed(Exception):
 class CurrentCall:
     """The call that a channel executes right now, for ChannelStallInspector."""
 
+    kind: OperationKind
     description: str
     since_ns: int
     missing: tuple[int, ...]
@@ -215,6 +170,9 @@ class RunningCall:
         if not self.done():
             self.error = error
 
+    def withdrawn(self) -> None:
+        """It was announced and taken back: it will not run, and nobody waits for its end. Called once."""
+
     def wait_on_stream(self, stream: int, deadline: Deadline) -> None:
         """Let what is put on this stream of the device from now on wait until the call has ended, well or not. Raises
         the error of a call that is known to have failed. Only a call on another device than the CPU has streams: its
@@ -252,7 +210,7 @@ class AnnouncedCall(RunningCall):
         return OperationTimeout(f"{self.operation.description} is still under way after {deadline.timeout_s:g} s")
 
 
-class AnnouncedCalls(Protocol):
+class AnnouncedBatch(Protocol):
     """Calls that were announced together."""
 
     @property
@@ -295,14 +253,15 @@ class BackendChannel(Protocol):
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         """End all waits at once: with PeerLost when a rank of the world is lost, else with RoundEnded. The first abort
-        counts; safe from any thread."""
+        counts; safe from any thread. A rank that cannot go on itself is the lost one: the other members on its host
+        learn of it here."""
 
     def close(self, why: str = "") -> None:
         """End what is under way with RoundEnded, for this reason, and free everything. It may be called inside of an
         operation, by a signal handler: that operation ends when the handler has returned. Idempotent."""
 
 
-class AnnouncingChannel(BackendChannel, Protocol):
+class AnnouncedBackendChannel(BackendChannel, Protocol):
     """A channel whose calls are announced under ids, in any order on any member: each runs when all have announced it.
     Collectives are announced here, and neither run nor submitted."""
 
@@ -322,17 +281,17 @@ class AnnouncingChannel(BackendChannel, Protocol):
         will_wait: bool,
         on_wait: Callable[[int, int], object],
         on_ended: Callable[[Sequence[AnnouncedCall]], None],
-    ) -> AnnouncedCalls:
+    ) -> AnnouncedBatch:
         """Announce operations together, each of which may take timeout_s when it runs. Their memory is alive until
         they have ended. With will_wait the caller promises to wait for one of them at once. The next call without
         it, also one without operations, sees to it that they are executed if it does not. on_ended() gets the calls
         that have succeeded, each once, in the thread that sees it."""
 
     def run_announced(
-        self, id: int, call: Call, deadline: Deadline, go_on: Callable[[RunningCall], None]
+        self, id: int, call: Call, deadline: Deadline, on_unfinished: Callable[[RunningCall], None]
     ) -> CallTiming | None:
         """Announce the call and wait for it. If the wait ends and not the call, because the time is over or a signal
-        handler raises an exception, go_on() gets it; None is returned when the time is over."""
+        handler raises an exception, on_unfinished() gets it; None is returned when the time is over."""
 
     def announced_until(self, until_ns: int) -> list[tuple[int, int]]:
         """What was announced here until then and does not run yet, MAX_LATE of them at most: its id, and when."""
@@ -349,7 +308,7 @@ class Backend(Protocol):
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> BackendChannel:
         """Collective among spec.members: all of them open the same channel."""
 
-    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> AnnouncingChannel | None:
+    def open_announced_channel(self, spec: ChannelSpec, deadline: Deadline) -> AnnouncedBackendChannel | None:
         """As open_channel, for a channel with MAX_SHARED_IDS ids. None, on all members, if these ranks cannot announce
         calls among themselves."""
 

@@ -26,9 +26,6 @@ from ronde.comm.backends.base import (
     CurrentCall,
     IdNotAgreed,
     RunningCall,
-    forked_error,
-    reentry_error,
-    this_thread,
 )
 from ronde.comm.backends.native_library import (
     ALGORITHMS,
@@ -44,7 +41,7 @@ from ronde.comm.backends.native_library import (
     get_announced,
     get_bucket,
     get_current_call,
-    get_member_descriptions,
+    get_member_calls,
     get_not_announced,
     load_library,
     make_allreduce_cache,
@@ -57,6 +54,7 @@ from ronde.comm.backends.native_library import (
 from ronde.comm.backends.native_links import NativeLinks
 from ronde.comm.backends.native_messages import NativeEndpoint, NativeMessageChannel
 from ronde.comm.call import AnnouncedOperation, Call, Memory, mismatch_error
+from ronde.comm.reentry import forked_error, reentry_error, this_thread
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
 from ronde.net.event_loop import THREADS_HINT, EventLoop
@@ -67,7 +65,7 @@ from ronde.net.messages import MAX_SHARED_IDS, ChannelAborted, WorkerMessage
 from ronde.net.open_files import explain_open_files, is_open_files_error, make_open_files_error
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.settings import Settings
-from ronde.types import CPU, Deadline, Topology
+from ronde.types import CPU, Deadline, OperationKind, Topology
 
 if TYPE_CHECKING:
     from ronde.comm.backends.hot_calls import AllreduceCache
@@ -96,6 +94,8 @@ class NativeBackend:
         self._key = key
         self._settings = settings
         self._lost: dict[int, PeerLost] = {}
+        self._channels: weakref.WeakValueDictionary[str, NativeChannel] = weakref.WeakValueDictionary()
+        """By id."""
         self._endpoint = NativeEndpoint(topology.rank, topology.size, topology.local_size)
         if loop is not None:
             self._endpoint.use_links(topology, listener, loop, self._connect_to_address)
@@ -108,7 +108,7 @@ class NativeBackend:
             return NativeMessageChannel(spec, self._endpoint)
         return self._open(spec, self._hosts_of(spec), deadline)
 
-    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel | None:
+    def open_announced_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel | None:
         """Members of one host announce calls in their shared memory."""
         hosts = self._hosts_of(spec)
         return None if any(hosts) else self._open(spec, hosts, deadline, max_announced=MAX_SHARED_IDS)
@@ -136,6 +136,7 @@ class NativeBackend:
             except NativeError as error:
                 raise self._make_open_error(what, error, segment, segment_bytes) from None
             channel = NativeChannel(spec, handle, self._settings.algorithm, links, number)
+            self._channels[spec.id] = channel
             if links is not None:
                 links.add_channel(number, channel)
             return channel
@@ -151,6 +152,8 @@ class NativeBackend:
     def channel_aborted(self, abort: ChannelAborted) -> None:
         if self._links is not None:
             self._links.channel_aborted(abort)
+        elif (channel := self._channels.get(abort.channel)) is not None:  # its members know that, but not why
+            channel.abort_with(abort.status, abort.rank, abort.error, abort.reason)
 
     def flush(self, deadline: Deadline) -> None:
         self._endpoint.flush(deadline)
@@ -237,8 +240,6 @@ class NativeChannel:
         self._handle = handle
         self._links = links
         self._number = number
-        self._failure = ""
-        """Why this rank itself cannot go on."""
         self._algorithm = ALGORITHMS.index(algorithm)
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -319,16 +320,16 @@ class NativeChannel:
         will_wait: bool,
         on_wait: Callable[[int, int], object],
         on_ended: Callable[[Sequence[AnnouncedCall]], None],
-    ) -> NativeAnnouncedCalls:
+    ) -> NativeAnnouncedBatch:
         try:
             handle, is_announced = announce_many(self._handle, operations, timeout_s, will_wait)
         except NativeError as error:
             description = operations[0].description if operations else "an announced operation"
             raise self.make_error(description, error, Deadline(timeout_s)) from None
-        return NativeAnnouncedCalls(self, handle, operations, is_announced, on_wait, on_ended)
+        return NativeAnnouncedBatch(self, handle, operations, is_announced, on_wait, on_ended)
 
     def run_announced(
-        self, id: int, call: Call, deadline: Deadline, go_on: Callable[[RunningCall], None]
+        self, id: int, call: Call, deadline: Deadline, on_unfinished: Callable[[RunningCall], None]
     ) -> CallTiming | None:
         structs = thread_structs.own
         keep = structs.fill(call, self._algorithm)
@@ -343,7 +344,7 @@ class NativeChannel:
         )
         del keep
         if structs.work.value is not None:
-            go_on(NativeRunningCall(self, structs.work.value, call))
+            on_unfinished(NativeRunningCall(self, structs.work.value, call))
             if status == NativeStatus.TIMEOUT:
                 return None
         return self._raise_unless_ok(status, call, deadline)
@@ -379,8 +380,7 @@ class NativeChannel:
         self.library.rd_abort(self._handle, status, member, error)
 
     def fail(self, why: str) -> None:
-        self._failure = why
-        self.abort(why=why)
+        self.abort(lost_rank=self.spec.members[self.spec.member_index], why=why)
 
     def add_link(self, member: int, kind: int, opened_here: bool, sockets: list[int]) -> None:
         open_link(self._handle, member, kind, opened_here, sockets)
@@ -410,8 +410,10 @@ class NativeChannel:
         members, rank = self.spec.members, self.spec.members[self.spec.member_index]
         blamed = members[error.member] if error.member >= 0 else -1
         if error.status == NativeStatus.MISMATCH:
-            asked = get_member_descriptions(self._handle, len(members))
-            return mismatch_error({rank: text for rank, text in zip(members, asked, strict=True) if text})
+            calls = zip(members, get_member_calls(self._handle, len(members)), strict=True)
+            asked = {member: (kind, text) for member, (kind, text) in calls if text}
+            joined = tuple(member for member, (kind, _) in asked.items() if kind == OperationKind.JOIN)
+            return mismatch_error({member: text for member, (_, text) in asked.items()}, joined)
         if error.status == NativeStatus.NOT_AGREED:
             return IdNotAgreed(description)
         if error.status == NativeStatus.WITHDRAWN:
@@ -439,9 +441,9 @@ class NativeChannel:
             if error.detail == errno.EAGAIN and not error.has_ended:
                 reason = f"no thread could be started for it ({reason}); {THREADS_HINT}"
             return RondeError(f"{description} failed on rank {rank}: {reason}")
-        if self._failure:
-            return RondeError(f"{description} failed on rank {rank}: {self._failure}")
         lost, why = self._loss_reason(blamed, error.detail)
+        if lost == rank:  # this rank itself cannot go on
+            return RondeError(f"{description} failed on rank {rank}: {why}")
         if lost >= 0:
             return PeerLost(rank=rank, peer=lost, op=description, why=why)
         return RoundEnded(f"{description} on rank {rank}: {why}")
@@ -457,7 +459,7 @@ class NativeChannel:
         return member_rank, describe_disconnect(errno_code) or "its connection closed"
 
 
-class NativeAnnouncedCalls:
+class NativeAnnouncedBatch:
     """Calls that were announced together: one handle for all of them, and one call of the library to learn that many
     have ended."""
 
@@ -479,7 +481,7 @@ class NativeAnnouncedCalls:
         self._on_wait = on_wait
         self._on_ended = on_ended
         self._num_left = sum(is_announced)
-        """Calls whose end was not reported."""
+        """Calls whose end was not reported, and which were not taken back."""
         self._lock = threading.Lock()
 
     def poll(self) -> bool:
@@ -499,6 +501,7 @@ class NativeAnnouncedCalls:
         finally:
             call.waiting_since_ns = 0
             self._on_wait(began_ns, time.monotonic_ns())
+        ended = structs.ended.take()
         try:
             timing = structs.timing_or_raise(status)
         except NativeError as error:
@@ -506,11 +509,17 @@ class NativeAnnouncedCalls:
                 raise call.make_timeout(deadline) from None
             failure = channel.make_error(call.operation.description, error, deadline)
             if error.has_ended and not isinstance(failure, CallWithdrawn):
-                call.error = failure
                 with self._lock:
-                    self._leave(1)
+                    if call.error is None:  # else another thread has seen it
+                        call.error = failure
+                        self._leave(1)
+            self._report(ended)  # the library does not report them again
             raise failure from None
-        self._report([(index, timing), *structs.ended.take()])
+        self._report([(index, timing), *ended])
+
+    def call_withdrawn(self) -> None:
+        with self._lock:
+            self._leave(1)
 
     def _report(self, ended: list[tuple[int, CallTiming]]) -> None:
         reported = []
@@ -534,12 +543,12 @@ class NativeAnnouncedCalls:
 
 
 class _NativeAnnouncedCall(AnnouncedCall):
-    __slots__ = ("_calls", "_index")
+    __slots__ = ("_batch", "_index")
 
     # Thousands of these are made per step, so __init__ does no more than it must.
-    def __init__(self, operation: AnnouncedOperation, calls: NativeAnnouncedCalls, index: int) -> None:
+    def __init__(self, operation: AnnouncedOperation, batch: NativeAnnouncedBatch, index: int) -> None:
         self.operation = operation
-        self._calls = calls
+        self._batch = batch
         self._index = index
         self.call = None
         self.timing = None
@@ -548,18 +557,21 @@ class _NativeAnnouncedCall(AnnouncedCall):
 
     def wait(self, deadline: Deadline) -> CallTiming:
         if self.timing is None and self.error is None:
-            self._calls.wait(self, self._index, deadline)
+            self._batch.wait(self, self._index, deadline)
         if self.error is not None:
             raise self.error
         assert self.timing is not None
         return self.timing
 
     def has_ended(self) -> bool:
-        return bool(self._calls.channel.library.rd_done_one(self._calls.handle, self._index) == 1)
+        return bool(self._batch.channel.library.rd_done_one(self._batch.handle, self._index) == 1)
+
+    def withdrawn(self) -> None:
+        self._batch.call_withdrawn()
 
     def notify_at_end(self, callback: Callable[[], None]) -> bool:
-        library = self._calls.channel.library
-        work = library.rd_get_work(self._calls.handle, self._index)
+        library = self._batch.channel.library
+        work = library.rd_get_work(self._batch.handle, self._index)
         try:
             return work is not None and pending_callbacks.add(work, callback)
         finally:

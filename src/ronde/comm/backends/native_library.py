@@ -34,7 +34,7 @@ try:
 except ImportError:
     hot_calls = None  # type: ignore[assignment]
 
-ABI = 6
+ABI = 7
 DESCRIPTION_BYTES = 128
 MAX_MEMBERS = 65_536
 MAX_LOCAL_MEMBERS = 1024
@@ -102,7 +102,7 @@ arrived_ns."""
 
 
 class RdMemberCall(ctypes.Structure):
-    _fields_ = (("signature", c_uint64), ("description", c_char * DESCRIPTION_BYTES))
+    _fields_ = (("signature", c_uint64), ("kind", c_int32), ("description", c_char * DESCRIPTION_BYTES))
 
 
 class RdCurrentCall(ctypes.Structure):
@@ -318,17 +318,17 @@ def make_allreduce_cache(handle: NativeHandle, **more: Any) -> hot_calls.Allredu
 
 
 def make_ready_counter(**more: Any) -> hot_calls.ReadyCounter | None:
-    """What counts gradients, as training/reducer's ReadyCounter, without Python; None as for make_allreduce_cache()."""
+    """What counts gradients, as training/ready_counter, but without Python; None as for make_allreduce_cache()."""
     if hot_calls is None or hot_calls.ABI != ABI:
         return None
     return hot_calls.ReadyCounter(**more)
 
 
-def get_member_descriptions(handle: NativeHandle, num_members: int) -> list[str]:
-    """What each member asked for in this thread's last call that was a mismatch."""
+def get_member_calls(handle: NativeHandle, num_members: int) -> list[tuple[int, str]]:
+    """What each member asked for in this thread's last call that was a mismatch: the kind, and the description."""
     rows = (RdMemberCall * num_members)()
     load_library().rd_get_mismatch(handle, rows)
-    return [row.description.decode(errors="replace") for row in rows]
+    return [(row.kind, row.description.decode(errors="replace")) for row in rows]
 
 
 def get_current_call(handle: NativeHandle, num_members: int) -> CurrentCall | None:
@@ -339,7 +339,8 @@ def get_current_call(handle: NativeHandle, num_members: int) -> CurrentCall | No
         return None
     sequence = -1 if now.kind in (OperationKind.SEND, OperationKind.RECEIVE) else now.sequence
     description = now.description.decode(errors="replace")
-    return CurrentCall(description, now.start_ns, tuple(missing[: now.num_missing]), sequence)
+    kind = OperationKind(now.kind)
+    return CurrentCall(kind, description, now.start_ns, tuple(missing[: now.num_missing]), sequence)
 
 
 def announce_many(
@@ -406,13 +407,14 @@ def open_endpoint(rank: int, num_ranks: int, num_local: int) -> EndpointHandle:
     return number.value
 
 
-def get_current_message(endpoint: EndpointHandle, context: int) -> tuple[str, int, int] | None:
-    """The oldest message under way in a context: its description, since when, and the rank it waits for, or -1."""
+def get_current_message(endpoint: EndpointHandle, context: int) -> tuple[OperationKind, str, int, int] | None:
+    """The oldest message under way in a context: its kind and description, since when, and the rank it waits for, or
+    -1."""
     now, missing = RdCurrentCall(), c_int32()
     load_library().rd_get_current_message(endpoint, context, ctypes.byref(now), ctypes.byref(missing))
     if now.start_ns == 0:
         return None
-    return now.description.decode(errors="replace"), now.start_ns, missing.value
+    return OperationKind(now.kind), now.description.decode(errors="replace"), now.start_ns, missing.value
 
 
 class _ReceivedMemory:
@@ -626,6 +628,7 @@ class CallStructs:
         if found is None:
             if len(self._descriptions) >= MAX_DESCRIPTIONS:
                 self._descriptions.clear()
+                self._last_call = None  # self.call points to a description that is gone
             pointer = c_char_p(description.encode(errors="replace"))
             found = self._descriptions[description] = (pointer, ctypes.cast(pointer, c_void_p).value or 0)
         return found[1]

@@ -41,6 +41,8 @@ from ronde.types import Deadline, Topology
 PURPOSE = "link"
 """What a rank connects for when it opens a link."""
 MAX_LINK_SOCKETS = 1024
+MIN_ANSWER_S = 10.0
+"""The kernel of another host gets at least so long to answer: it is asked after 0, 1, 3 and 7 s."""
 MAX_OPENING_S = 1e6
 """Above all deadlines that mean something; a loop cannot wait for centuries."""
 
@@ -234,6 +236,7 @@ class NativeLinks:
                 deadline,
                 partial(self._on_connected, link, number, deadline),
                 heartbeat_s=self._heartbeat_s,
+                answer_s=max(MIN_ANSWER_S, self._heartbeat_s),
             )
 
     def _on_connected(

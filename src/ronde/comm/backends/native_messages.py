@@ -21,8 +21,6 @@ from ronde.comm.backends.base import (
     CurrentCall,
     Received,
     RunningCall,
-    forked_error,
-    reentry_error,
 )
 from ronde.comm.backends.native_library import (
     EndpointHandle,
@@ -35,10 +33,12 @@ from ronde.comm.backends.native_library import (
     thread_structs,
 )
 from ronde.comm.call import NO_MEMORY, Call, Memory, MessageFlag, hash_signature, mismatch_error
+from ronde.comm.reentry import forked_error, reentry_error
 from ronde.errors import OperationTimeout, PeerLost, ProtocolError, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, describe_disconnect
 from ronde.net.event_loop import EventLoop
 from ronde.net.listener import ConnectionRequest, Listener
+from ronde.net.open_files import is_open_files_error, make_open_files_error
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.types import Deadline, OperationKind, Topology
 
@@ -75,8 +75,10 @@ class NativeEndpoint:
         self._changed = threading.Condition()
         """Guards the handle and `lost`; notified of a loss."""
         self._link_locks = [threading.Lock() for _ in range(num_ranks)]
-        self._awaiting_memory: set[Connection] = set()
-        """Of the loop: connections whose shared memory has not come yet."""
+        self._awaiting_memory: dict[Connection, int] = {}
+        """Of the loop: connections whose shared memory has not come yet, and the ranks that they are from."""
+        self._loop: EventLoop | None = None
+        self._loop_thread = 0
 
     def use_links(self, topology: Topology, listener: Listener, loop: EventLoop, connect: Connect) -> None:
         """Let other ranks connect to this one, and this one to them."""
@@ -135,22 +137,28 @@ class NativeEndpoint:
 
     def _on_connection(self, loop: EventLoop, request: ConnectionRequest, sock: Connection) -> None:
         """Called by the loop, which must not wait: the descriptor of the memory may still be on its way."""
-        rank = request.rank
+        rank, self._loop, self._loop_thread = request.rank, loop, threading.get_ident()
         if not 0 <= rank < len(self._link_locks):
             sock.close()
         elif sock.family.name == "AF_UNIX":
-            self._awaiting_memory.add(sock)
-            loop.add_reader(sock.fileno(), partial(self._receive_memory, loop, rank, sock))
+            self._awaiting_memory[sock] = rank
+            loop.add_reader(sock.fileno(), partial(self._receive_memory, sock, 1.0))  # when it is there
         else:
             self._accept_link(rank, sock)
 
-    def _receive_memory(self, loop: EventLoop, rank: int, sock: Connection) -> None:
-        loop.remove_reader(sock.fileno())
-        self._awaiting_memory.discard(sock)
+    def _receive_memory(self, sock: Connection, wait_s: float) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(sock.fileno())
+        rank = self._awaiting_memory.pop(sock)
         try:
-            memory = receive_descriptor(sock, Deadline(1.0))  # it is there
+            memory = receive_descriptor(sock, Deadline(wait_s))
         except (StartFailed, ProtocolError) as error:  # it has died, or given up
             logger.debug("rank %d did not open its link for messages: %s", rank, error)
+            sock.close()
+            return
+        except OSError as error:  # the other rank sees that the link is closed
+            what = f"rank {self.rank} cannot take the link for messages from rank {rank}"
+            logger.error("%s", make_open_files_error(what) if is_open_files_error(error.errno) else f"{what}: {error}")
             sock.close()
             return
         try:
@@ -169,11 +177,16 @@ class NativeEndpoint:
             sock.close()
         except RondeError:  # the other rank sees that the link is closed
             logger.exception("a link for messages could not be opened")
+            sock.close()
 
     # --- losses and the end ------------------------------------------------------------------------------------------
 
     def rank_lost(self, rank: int, why: str) -> None:
-        """End all messages to and from a rank."""
+        """End all messages to and from a rank. What it had sent can still be received, also over a link whose memory
+        has come in the same moment as the loss."""
+        if threading.get_ident() == self._loop_thread:
+            for sock in [sock for sock, source in self._awaiting_memory.items() if source == rank]:
+                self._receive_memory(sock, 0.0)
         with self._changed:
             self.lost.setdefault(rank, why)
             self._changed.notify_all()
@@ -279,8 +292,8 @@ class NativeMessageChannel:
         current = None if handle is None else get_current_message(handle, self.context)
         if current is None:
             return None
-        description, since_ns, rank = current
-        return CurrentCall(description, since_ns, (self._index[rank],) if rank in self._index else ())
+        kind, description, since_ns, rank = current
+        return CurrentCall(kind, description, since_ns, (self._index[rank],) if rank in self._index else ())
 
     def rank_lost(self, rank: int, why: str) -> None:
         self.endpoint.rank_lost(rank, why)

@@ -36,7 +36,7 @@ class SingleRankBackend:
         (rank,) = spec.members
         return NativeMessageChannel(spec, NativeEndpoint(rank, rank + 1), owns_endpoint=True)
 
-    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> SingleRankChannel:
+    def open_announced_channel(self, spec: ChannelSpec, deadline: Deadline) -> SingleRankChannel:
         return SingleRankChannel(spec)
 
     def rank_lost(self, rank: int, why: str) -> None:
@@ -105,7 +105,7 @@ class SingleRankChannel:
         return _EndedCalls(calls)
 
     def run_announced(
-        self, id: int, call: Call, deadline: Deadline, go_on: Callable[[RunningCall], None]
+        self, id: int, call: Call, deadline: Deadline, on_unfinished: Callable[[RunningCall], None]
     ) -> CallTiming | None:
         return self._run_agreed(id, call, deadline)
 

@@ -29,6 +29,7 @@ from ronde.launch.protocol import (
     AgentError,
     AgentHello,
     AgentMessage,
+    AgentStopping,
     DriverHeartbeat,
     DriverMessage,
     ExitReason,
@@ -46,7 +47,7 @@ from ronde.launch.protocol import (
     encode_frame,
     make_driver_message_reader,
 )
-from ronde.launch.timeouts import LAST_REPORT_DELAY_S, RANK_KILL_TIMEOUT_S
+from ronde.launch.timeouts import LAST_REPORT_DELAY_S, PROBER_IDLE_TIMEOUT_S, RANK_KILL_TIMEOUT_S
 from ronde.net.addresses import host_identity
 from ronde.net.event_loop import EventLoop, PipeReader, PipeWriter, Timer
 from ronde.text import NOT_EXECUTABLE_CODE, NOT_STARTED_CODE
@@ -80,9 +81,13 @@ class Agent:
         self._pause_requested = False
         """Whether the driver has asked for a pause, because the reader of its own output is behind."""
         self._backlogged = False
+        self._terminate_s = 0.0
+        self._stopping = False
+        """Whether no rank is started any more, because the agent was told to end."""
         self._closed = False
         self._orphan_killer: OrphanKiller | None = None
         self._prober: NetworkProber | None = None
+        self._prober_timer: Timer | None = None
         self._usage_sampler = UsageSampler()
         self._gpu_monitor: GpuMonitor | None = None
         self._oom_kill_counter = OomKillCounter()
@@ -93,7 +98,8 @@ class Agent:
         if self._closed:
             return
         match message:
-            case StartRanks(orders, pickled_call):
+            case StartRanks(orders, pickled_call, terminate_s):
+                self._terminate_s = terminate_s
                 for order in orders:
                     self._start_rank(order, pickled_call)
             case SignalRanks(ranks, number):
@@ -120,6 +126,18 @@ class Agent:
             self._backlogged = backlogged
             self._update_reading()
 
+    def terminate_ranks(self, reason: str) -> float:
+        """Send SIGTERM to all ranks, and start none any more. Return how long they may take to end."""
+        self._stopping = True
+        self._report(AgentStopping(reason))
+        for rank in self._ranks.values():
+            rank.signal(signal.SIGTERM)
+        return self._terminate_s
+
+    @property
+    def has_ranks(self) -> bool:
+        return bool(self._ranks)
+
     def _update_reading(self) -> None:
         for rank in self._ranks.values():
             rank.set_reading_paused(self._pause_requested or self._backlogged)
@@ -129,8 +147,9 @@ class Agent:
         if self._closed:
             return
         self._closed = True
-        if self._sampling_timer is not None:
-            self._sampling_timer.cancel()
+        for timer in (self._sampling_timer, self._prober_timer):
+            if timer is not None:
+                timer.cancel()
         for rank in self._ranks.values():  # all of them, before waiting for each
             rank.signal(signal.SIGKILL)
         deadline = Deadline(RANK_KILL_TIMEOUT_S)
@@ -148,12 +167,11 @@ class Agent:
     def _start_rank(self, order: RankOrder, pickled_call: bytes) -> None:
         if self._closed:  # by whoever got the report about the rank before this one
             return
-        if order.rank in self._ranks:
+        if self._stopping or order.rank in self._ranks:
             detail = "it still runs; wait for its end before it is started again"
+            if self._stopping:
+                detail = f"the agent of host {os.uname().nodename} is about to end"
             return self._report(RankExit(order.rank, NOT_STARTED_CODE, ExitReason.NOT_STARTED, detail))
-        if self._prober is not None:  # it is not needed any more
-            self._prober.close()
-            self._prober = None
         argv = (sys.executable, *order.argv[1:]) if pickled_call and order.argv[:1] == ("",) else order.argv
         order = msgspec.structs.replace(order, argv=argv, env={**self._host_variables, **order.env})
         try:
@@ -202,6 +220,14 @@ class Agent:
 
             self._prober = NetworkProber(lambda reply: self._loop.call_soon_threadsafe(lambda: self._report(reply)))
         self._prober.probe(request)
+        if self._prober_timer is not None:
+            self._prober_timer.cancel()
+        self._prober_timer = self._loop.call_later(PROBER_IDLE_TIMEOUT_S, self._close_prober)
+
+    def _close_prober(self) -> None:
+        if self._prober is not None:
+            self._prober.close()
+            self._prober = None
 
 
 def make_hello() -> AgentHello:
@@ -238,6 +264,8 @@ class AgentServer:
         self._frame_reader = make_driver_message_reader()
         self._last_received_s = time.monotonic()
         self._heartbeat_timeout_s = 0.0
+        self._stop_timer: Timer | None = None
+        """Runs from when the agent was told to end."""
         self._agent = Agent(loop, self._report, host_variables=login_variables(os.environ))
         self._report_writer = PipeWriter(
             loop,
@@ -251,6 +279,19 @@ class AgentServer:
     def stop(self, reason: str) -> None:
         """Safe in a signal handler."""
         self.stop_reason = self.stop_reason or reason
+
+    def terminate(self, reason: str) -> None:
+        """Let the ranks end in good order, and then stop. The second time, stop at once."""
+        if self._stop_timer is not None:
+            return self.stop(reason)
+        timeout_s = self._agent.terminate_ranks(reason)
+        self._stop_timer = self._loop.call_later(timeout_s, lambda: self.stop(f"{reason}, and its ranks did not end"))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the agent is to be closed."""
+        has_ended = self._stop_timer is not None and not self._agent.has_ranks
+        return bool(self.stop_reason) or (has_ended and not self._report_writer.pending_bytes)
 
     def close(self) -> None:
         self._agent.close()
@@ -308,10 +349,14 @@ def main() -> None:
         server.stop(f"it got signal {number}")
         loop.call_soon_threadsafe(lambda: None)  # wakes the loop
 
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    def terminate(_number: int, _frame: object) -> None:  # of a host that is about to be taken away, for example
+        loop.call_soon_threadsafe(lambda: server.terminate("it got SIGTERM"))
+
+    for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, stop)
+    signal.signal(signal.SIGTERM, terminate)
     try:
-        loop.run_until(condition=lambda: bool(server.stop_reason))
+        loop.run_until(condition=lambda: server.is_done)
     finally:
         server.close()
         loop.close()

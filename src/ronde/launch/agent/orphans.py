@@ -67,6 +67,11 @@ class OrphanKiller:
         finally:
             os.close(reading)
 
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment of this process, with the cookie."""
+        return {**os.environ, **self.cookie}
+
     def watch_group(self, group: int) -> None:
         """Kill this process group when this process ends."""
         self._write_line(f"begin {group}\n")

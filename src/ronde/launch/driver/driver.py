@@ -2,8 +2,9 @@
 ended, shows their output, and leaves nothing behind. Used by `ronde run` and ronde.run.
 
 Everything happens in the thread that calls Driver.run(), in one event loop. RankSupervisor keeps track of the ranks
-between their start and the last exit. Decisions are made elsewhere: which rank runs where (placement), how hosts reach
-each other (network), how a job is ended (termination), which rank failed first (failure_report).
+between their start and the last exit; in an elastic job WorkerPool starts them, whenever there are slots for them.
+Decisions are made elsewhere: which rank runs where (placement, slots), how hosts reach each other (network), how a job
+is ended (termination), which rank failed first (failure_report).
 """
 
 from __future__ import annotations
@@ -15,50 +16,41 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
-import msgspec
-
+from ronde.coordinator.membership import Membership
 from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
 from ronde.launch.driver.agents import AgentGroup, StartCancelled
-from ronde.launch.driver.failure_report import JobResult, StopRequest, describe_exit, make_job_result
-from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankStatus, make_job_status, make_rank_stacks
-from ronde.launch.driver.ssh import HostError
-from ronde.launch.driver.termination import Termination, TerminationEvent, TerminationStage
-from ronde.launch.environment import count_ports, make_rank_orders
-from ronde.launch.job import Job
-from ronde.launch.output.printer import Printer, prefix_width
-from ronde.launch.protocol import (
-    AgentError,
-    AgentMessage,
-    DriverMessage,
-    ExitReason,
-    FunctionResult,
-    PauseOutput,
-    RankExit,
-    RankInput,
-    RankOutput,
-    RankStarted,
-    ResizeTerminal,
-    SignalRanks,
-    UsageReport,
+from ronde.launch.driver.failure_report import JobResult, StopRequest, make_job_result
+from ronde.launch.driver.host_source import FixedHosts, HostPoller, HostSource
+from ronde.launch.driver.monitor import (
+    JobStatus,
+    MonitorServer,
+    RankStatus,
+    make_elastic_status,
+    make_job_status,
+    make_rank_stacks,
 )
+from ronde.launch.driver.slots import ScalingLimits, SlotTable
+from ronde.launch.driver.supervisor import RankLocation, RankSupervisor
+from ronde.launch.driver.worker_pool import WorkerPool
+from ronde.launch.environment import count_ports, make_rank_orders, make_worker_order
+from ronde.launch.job import Job
+from ronde.launch.network import HostFacts
+from ronde.launch.output.printer import Printer
+from ronde.launch.placement import Host, Placement, hosts_or_localhost
+from ronde.launch.protocol import RankOrder
 from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
-from ronde.launch.tty import RawTerminalInput
-from ronde.net.event_loop import EventLoop, Timer
+from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey, new_job_key
-from ronde.text import LOST_CODE, format_ranks
+from ronde.text import NOT_EXECUTABLE_CODE, NOT_STARTED_CODE
 from ronde.types import Deadline
 
-SIGPIPE_EXIT_CODE = 141
-"""A shell's exit code for a program whose output nobody reads any more (SIGPIPE)."""
-WRITE_ERROR_EXIT_CODE = 1
-"""Output cannot be written, to a full disk for example."""
 START_FAILED_EXIT_CODE = 1
 """The hosts of the job cannot be used."""
 
@@ -127,228 +119,17 @@ def log_to_output(loop: EventLoop, print_message: Callable[[str], None]) -> Iter
         print_pending()
 
 
-class RankSupervisor:
-    """Which ranks run, how the others have ended, and what is done about it. Its methods are called in the loop."""
-
-    def __init__(
-        self,
-        loop: EventLoop,
-        job: Job,
-        *,
-        send: Callable[[Mapping[int, DriverMessage]], None],
-        output_sink: Printer,
-        on_rank_exit: Callable[[int, str], None],
-    ) -> None:
-        """`send` sends messages to agents by host index. `on_rank_exit` is called with every rank that has ended, and a
-        description of how."""
-        self._loop = loop
-        self._job = job
-        self._send = send
-        self._output_sink = output_sink
-        self._on_rank_exit = on_rank_exit
-        self._running = set(range(job.num_ranks))
-        self._termination = Termination(grace_s=job.grace_s, terminate_s=job.terminate_s)
-        self._exit_requested = False
-        """Whether the driver has sent the ranks a signal to end."""
-        self._stage_timer: Timer | None = None
-        self._refresh_timer: Timer | None = None
-        self._refresh_scheduled = False
-        self._output_paused = False
-        self._held_output: deque[RankOutput | RankExit] = deque()
-        """What came after output was paused, for the sink when that is not backlogged any more."""
-        self._terminal_input: RawTerminalInput | None = None
-        self.exits: list[RankExit] = []
-        """In the order in which they came."""
-        self.return_values: dict[int, bytes] = {}
-        self.rank_statuses = [
-            RankStatus(rank=each.rank, state="starting", host=each.host.name, local_rank=each.local_rank)
-            for each in job.placements
-        ]
-        """By rank; other threads may read it."""
-        self.stop_request: StopRequest | None = None
-        """The first request to end the job from outside, if there was one."""
-
-    @property
-    def finished(self) -> bool:
-        return not self._running or self._termination.stage is TerminationStage.ABANDONED
-
-    # --- called by the driver ----------------------------------------------------------------------------------
-
-    def request_stop(self, stop_request: StopRequest) -> None:
-        self.stop_request = self.stop_request or stop_request
-        interrupted = stop_request == INTERRUPTED
-        self._advance_termination(TerminationEvent.INTERRUPTED if interrupted else TerminationEvent.STOP_REQUESTED)
-
-    def print_message(self, text: str) -> None:
-        self._output_sink.print_message(text)
-        self._schedule_refresh()
-
-    def resize_terminal(self) -> None:
-        """Give the ptys of ranks the size of the driver's terminal."""
-        rank = self._job.debug_rank or 0
-        if os.isatty(1):
-            columns, rows = os.get_terminal_size(1)
-            columns -= 0 if rank == self._job.debug_rank else prefix_width(self._job.num_ranks)
-            if rows > 0 and columns > 0:  # some terminals do not know their size
-                self._send({self._host_index(rank): ResizeTerminal(rank, rows, columns)})
-
-    def finish_output(self) -> None:
-        """Hand all output to the sink, also to a backlogged one. Called when the last rank has ended."""
-        while self._held_output:
-            self._write_output(self._held_output.popleft())
-
-    def close(self) -> None:
-        """Give the terminal back. Idempotent."""
-        for timer in (self._stage_timer, self._refresh_timer):
-            if timer is not None:
-                timer.cancel()
-        if self._terminal_input is not None:
-            self._terminal_input.close()
-
-    # --- called with what agents report ------------------------------------------------------------------------
-
-    def handle_message(self, host_index: int, message: AgentMessage) -> None:
-        match message:
-            case RankOutput():
-                self._show_output(message)
-            case RankExit():
-                self._handle_rank_exit(message)
-            case RankStarted(rank, pid):
-                self._update_status(rank, pid=pid)
-                if rank == self._job.debug_rank:
-                    self._terminal_input = RawTerminalInput(
-                        self._loop, lambda data: self._send({host_index: RankInput(rank, data)})
-                    )
-                if rank == (self._job.debug_rank or 0):
-                    self.resize_terminal()
-            case FunctionResult(rank, data):
-                self.return_values[rank] = data
-            case UsageReport(ranks, gpus):
-                for rank, cpu, memory_bytes in ranks:
-                    self._update_status(rank, cpu=cpu, memory_bytes=memory_bytes)
-                    if gpus:  # most scripts choose theirs like this
-                        busy, gpu_bytes = gpus[self.rank_statuses[rank].local_rank % len(gpus)]
-                        self._update_status(rank, gpu=busy, gpu_bytes=gpu_bytes)
-            case AgentError(reason):
-                self.print_message(f"host {self._job.used_hosts[host_index].name}: {reason}")
-            case _:  # late replies
-                pass
-
-    def handle_agent_lost(self, host_index: int, error: HostError) -> None:
-        """The connection to a host has ended, and so have its ranks: the agent there kills them."""
-        for rank in sorted(self._running):
-            if self._host_index(rank) == host_index:
-                detail = error.last_line or error.reason
-                self._handle_rank_exit(RankExit(rank, LOST_CODE, ExitReason.HOST_LOST, detail))
-
-    def _host_index(self, rank: int) -> int:
-        return self._job.placements[rank].host_index
-
-    def _update_status(self, rank: int, **changes: float) -> None:
-        self.rank_statuses[rank] = msgspec.structs.replace(self.rank_statuses[rank], **changes)
-
-    def _handle_rank_exit(self, rank_exit: RankExit) -> None:
-        rank = rank_exit.rank
-        if rank not in self._running:
-            return
-        self._running.discard(rank)
-        host = self._job.placements[rank].host.name
-        rank_exit = msgspec.structs.replace(rank_exit, host=host, requested=self._exit_requested)
-        self.exits.append(rank_exit)
-        self._update_status(rank, exit_code=rank_exit.exit_code)
-        self._on_rank_exit(rank, describe_exit(rank_exit))
-        self._show_output(rank_exit)
-        if rank == self._job.debug_rank and self._terminal_input is not None:
-            self._terminal_input.close()
-        if rank_exit.exit_code != 0:
-            self._advance_termination(TerminationEvent.RANK_FAILED)
-
-    # --- the end of the job ------------------------------------------------------------------------------------
-
-    def _advance_termination(self, event: TerminationEvent) -> None:
-        step = self._termination.handle_event(event)
-        if step is None:
-            return
-        if self._stage_timer is not None:
-            self._stage_timer.cancel()
-        if step.timeout_s is not None:
-            self._stage_timer = self._loop.call_later(
-                step.timeout_s, lambda: self._advance_termination(TerminationEvent.TIMED_OUT)
-            )
-        if step.signal is not None:
-            self._exit_requested = True
-            self._print_stage(step.stage, event)
-            ranks: dict[int, list[int]] = {}
-            for rank in sorted(self._running):
-                ranks.setdefault(self._host_index(rank), []).append(rank)
-            self._send({index: SignalRanks(tuple(of_host), step.signal) for index, of_host in ranks.items()})
-
-    def _print_stage(self, stage: TerminationStage, event: TerminationEvent) -> None:
-        """Print what the user waits for, unless a reader of the output has left without a word."""
-        if not self._running or (self.stop_request is not None and not self.stop_request.reason):
-            return
-        ranks = format_ranks(self._running)
-        if stage is TerminationStage.INTERRUPT:
-            self.print_message(f"Ctrl-C: {ranks} may end; press it again to kill")
-        elif stage is TerminationStage.KILL:
-            self.print_message(f"killing {ranks}")
-        elif event is TerminationEvent.TIMED_OUT and self.stop_request is None:
-            self.print_message(f"ending {ranks}, still running {self._job.grace_s:g} s after the first failure")
-        else:
-            self.print_message(f"ending {ranks}")
-
-    # --- output ------------------------------------------------------------------------------------------------
-
-    def _show_output(self, message: RankOutput | RankExit) -> None:
-        if self._output_paused:
-            self._held_output.append(message)
-        else:
-            self._write_output(message)
-            self._schedule_refresh()
-
-    def _write_output(self, message: RankOutput | RankExit) -> None:
-        if isinstance(message, RankOutput):
-            self._output_sink.write(message.rank, message.stream, message.data)
-        else:
-            self._output_sink.rank_exited(message.rank)
-
-    def _schedule_refresh(self) -> None:
-        """Refresh at the end of this turn of the loop, so that what comes together is shown together."""
-        if not self._refresh_scheduled:
-            self._refresh_scheduled = True
-            self._loop.call_later(0.0, self._refresh_output)
-
-    def _refresh_output(self) -> None:
-        self._refresh_scheduled = False
-        if self._refresh_timer is not None:
-            self._refresh_timer.cancel()
-        now_s = time.monotonic()
-        due_s = self._output_sink.refresh(now_s)
-        while self._held_output and not self._output_sink.is_backlogged():
-            self._write_output(self._held_output.popleft())
-            due_s = self._output_sink.refresh(now_s)
-        self._refresh_timer = None if due_s is None else self._loop.call_later(due_s - now_s, self._refresh_output)
-        paused = self._output_sink.is_backlogged()
-        if paused != self._output_paused:
-            # Ranks wait while the reader of the output is behind. Agents still report everything else, and what is on
-            # its way is held here.
-            self._output_paused = paused
-            self._send({index: PauseOutput(paused) for index in range(len(self._job.used_hosts))})
-        closed = self._output_sink.closed()
-        if closed is not None and self.stop_request is None:
-            code, reason = (SIGPIPE_EXIT_CODE, "") if closed.broken_pipe else (WRITE_ERROR_EXIT_CODE, closed.reason)
-            self.request_stop(StopRequest(code, reason))
-
-
 class Driver:
     """One job. run() it, once; stop() it from any thread."""
 
-    def __init__(self, job: Job, output_sink: Printer) -> None:
+    def __init__(self, job: Job, output_sink: Printer, *, host_source: HostSource | None = None) -> None:
+        """`host_source` says which hosts an elastic job may use; by default those of the job, for ever."""
         if job.debug_rank is not None:  # the other ranks wait for a person
             settings = job.settings.replace(start_s=UNLIMITED_S, operation_s=UNLIMITED_S, stall_s=0.0)
             job = replace(job, settings=settings)
         self._job = job
         self._output_sink = output_sink
+        self._host_source = host_source
         self._stop_requests: deque[StopRequest] = deque()
         self._loop: EventLoop | None = None
         self._agents: AgentGroup | None = None
@@ -369,20 +150,23 @@ class Driver:
             }
             opened.enter_context(handle_signals(loop, handlers))
             opened.enter_context(log_to_output(loop, self._print_message))
-            agents = self._agents = AgentGroup(loop, self._job)
-            opened.callback(agents.close)
-            self._apply_stop_requests()
             try:
-                agents.start_agents()
-                return self._run_ranks(loop, agents, opened)
+                run_ranks = self._run_fixed if self._job.limits is None else self._run_elastic
+                result = run_ranks(loop, opened)
             except StartFailed as error:
                 return JobResult(START_FAILED_EXIT_CODE, str(error))
             except StartCancelled:
                 stop = self._stop_requests[0]
                 return JobResult(stop.exit_code, f"{stop.reason}, before any rank was started", stop_request=stop)
+            if result.stop_request is not None:
+                self._output_sink.close(timeout_s=OUTPUT_FLUSH_TIMEOUT_S)
+            return result
 
-    def _run_ranks(self, loop: EventLoop, agents: AgentGroup, opened: ExitStack) -> JobResult:
+    # --- a fixed number of ranks ---------------------------------------------------------------------------------
+
+    def _run_fixed(self, loop: EventLoop, opened: ExitStack) -> JobResult:
         job, key = self._job, new_job_key()
+        agents = self._open_agents(loop, job.used_hosts, opened)
         network = agents.probe_network(key, count_ports(job))
         if self._stop_requests:
             raise StartCancelled
@@ -392,54 +176,186 @@ class Driver:
         opened.callback(coordinator.close)
         coordinator.start([placement.host.name for placement in job.placements])
         orders = make_rank_orders(
-            job,
-            network,
-            coordinator=coordinator.address,
-            key=key,
-            environ=os.environ,
-            tty_fds=[fd for fd in range(3) if os.isatty(fd)],
+            job, network, coordinator=coordinator.address, key=key, environ=os.environ, tty_fds=_terminal_fds()
         )
-        supervisor = self._supervisor = RankSupervisor(
-            loop, job, send=agents.send, output_sink=self._output_sink, on_rank_exit=coordinator.rank_exited
-        )
-        opened.callback(supervisor.close)
-        self._open_monitor(supervisor, coordinator, opened)
+        supervisor = self._open_supervisor(loop, agents, coordinator, opened)
+
+        def status(name: str, elapsed_s: float) -> JobStatus:
+            return make_job_status(name, job.command, coordinator.activity(), {**supervisor.rank_statuses}, elapsed_s)
+
+        self._open_monitor(coordinator, status, lambda: supervisor.rank_statuses, opened)
         agents.set_handlers(supervisor.handle_message, supervisor.handle_agent_lost)
-        agents.send(orders)
+        locations = [
+            RankLocation(each.rank, each.host_index, each.host.name, each.local_rank) for each in job.placements
+        ]
+        supervisor.start_ranks(locations, orders)
         loop.run_until(lambda: supervisor.finished)
         supervisor.finish_output()
-        result = make_job_result(
+        return make_job_result(
             supervisor.exits,
-            num_ranks=job.num_ranks,
+            still_running=sorted(supervisor.running),
             tail=self._output_sink.tail,
             first_lost=coordinator.first_lost(),
             lost_peers=coordinator.lost_peers(),
-            whereabouts=coordinator.whereabouts(),
+            failure_stacks=coordinator.failure_stacks(),
             return_values=supervisor.return_values,
             stop_request=supervisor.stop_request,
         )
-        if supervisor.stop_request is not None:
-            self._output_sink.close(timeout_s=OUTPUT_FLUSH_TIMEOUT_S)
-        return result
 
-    def _open_monitor(self, supervisor: RankSupervisor, coordinator: CoordinatorServer, opened: ExitStack) -> None:
-        """Serve `ronde top` and `ronde stack`."""
+    # --- an elastic job ------------------------------------------------------------------------------------------
+
+    def _run_elastic(self, loop: EventLoop, opened: ExitStack) -> JobResult:
+        job, limits, key = self._job, self._job.limits, new_job_key()
+        assert limits is not None
+        max_workers = limits.max_ranks or limits.start_ranks
+        source = self._host_source or FixedHosts(hosts_or_localhost(job.hosts, max_workers))
+        poller, slots = self._open_slots(loop, source, max_workers, opened)
+        first_hosts = slots.plan(time.monotonic(), has_begun=False).connect
+        agents = self._open_agents(loop, first_hosts, opened)
+        may_grow = source.poll_interval_s is not None or len(slots.hosts) > 1
+        network = agents.probe_network(key, (0,) * len(first_hosts), may_grow=may_grow)
+        if self._stop_requests:
+            raise StartCancelled
+
+        def on_membership(membership: Membership) -> None:  # in the coordinator's thread
+            loop.call_soon_threadsafe(lambda: pool.handle_membership(membership))
+
+        coordinator = CoordinatorServer(
+            network.driver_address,
+            0,
+            job.num_ranks,
+            JobKey(key),
+            settings=job.settings,
+            rounds=None,
+            limits=limits,
+            on_membership=on_membership,
+        )
+        opened.callback(coordinator.close)
+        coordinator.start({})
+
+        def make_order(number: int, placement: Placement, size: int, facts: HostFacts) -> RankOrder:
+            return make_worker_order(
+                job,
+                number,
+                placement,
+                size,
+                facts,
+                coordinator=coordinator.address,
+                key=key,
+                environ=os.environ,
+                tty_fds=_terminal_fds(),
+            )
+
+        supervisor = self._open_supervisor(loop, agents, coordinator, opened)
+        pool = WorkerPool(
+            loop, job, slots, agents=agents, supervisor=supervisor, coordinator=coordinator, make_order=make_order
+        )
+        opened.callback(pool.close)
+        supervisor.policy = pool
+
+        def status(name: str, elapsed_s: float) -> JobStatus:
+            return make_elastic_status(
+                name,
+                job.command,
+                coordinator.activity(),
+                {**supervisor.rank_statuses},
+                elapsed_s,
+                rounds=[*pool.rounds],
+                plan=pool.plan.describe(),
+            )
+
+        self._open_monitor(coordinator, status, pool.member_statuses, opened)
+        for index in agents.host_facts:
+            pool.handle_host_connected(index)
+        agents.set_handlers(supervisor.handle_message, supervisor.handle_agent_lost, pool.handle_host_connected)
+        poller.on_hosts, poller.on_error = pool.handle_hosts, pool.handle_source_error
+        loop.run_until(lambda: supervisor.finished)
+        supervisor.finish_output()
+        return pool.make_result(
+            tail=self._output_sink.tail, first_lost=coordinator.first_lost(), lost_peers=coordinator.lost_peers()
+        )
+
+    def _open_slots(
+        self, loop: EventLoop, source: HostSource, max_workers: int, opened: ExitStack
+    ) -> tuple[HostPoller, SlotTable]:
+        """Wait for the first answer of the source. StartFailed if that is an error."""
+        job, limits = self._job, self._job.limits
+        assert limits is not None
+        shortest_s, longest_s = job.cooldown_s
+        slots = SlotTable(
+            ScalingLimits(
+                start_workers=limits.start_ranks,
+                max_workers=max_workers,
+                min_cooldown_s=shortest_s,
+                max_cooldown_s=longest_s,
+                leave_s=limits.timeout_s,
+            )
+        )
+        answers: list[tuple[Host, ...] | StartFailed] = []
+        poller = HostPoller(loop, source, on_hosts=answers.append, on_error=answers.append)
+        opened.callback(poller.close)
+        poller.start()
+        loop.run_until(lambda: bool(answers or self._stop_requests))
+        if self._stop_requests:
+            raise StartCancelled
+
+        def set_hosts(hosts: tuple[Host, ...]) -> None:
+            slots.hosts = hosts
+
+        poller.on_hosts, poller.on_error = set_hosts, lambda error: None
+        for answer in answers:
+            if isinstance(answer, StartFailed):
+                raise answer
+            set_hosts(answer)
+        return poller, slots
+
+    # --- both ----------------------------------------------------------------------------------------------------
+
+    def _open_agents(self, loop: EventLoop, hosts: Sequence[Host], opened: ExitStack) -> AgentGroup:
+        agents = self._agents = AgentGroup(loop, self._job, hosts)
+        opened.callback(agents.close)
+        self._apply_stop_requests()
+        agents.start_agents()
+        return agents
+
+    def _open_supervisor(
+        self, loop: EventLoop, agents: AgentGroup, coordinator: CoordinatorServer, opened: ExitStack
+    ) -> RankSupervisor:
+        supervisor = self._supervisor = RankSupervisor(
+            loop,
+            self._job,
+            send=agents.send,
+            output_sink=self._output_sink,
+            on_rank_exit=coordinator.rank_exited,
+            host_name=agents.host_name,
+        )
+        opened.callback(supervisor.close)
+        return supervisor
+
+    def _open_monitor(
+        self,
+        coordinator: CoordinatorServer,
+        status: Callable[[str, float], JobStatus],
+        rank_statuses: Callable[[], Mapping[int, RankStatus]],
+        opened: ExitStack,
+    ) -> None:
+        """Serve `ronde top` and `ronde stack`. `status` gets the name of the job and for how long it has run."""
         job, began_s = self._job, time.monotonic()
-
-        def status(name: str) -> JobStatus:
-            elapsed_s = time.monotonic() - began_s
-            return make_job_status(name, job.command, coordinator.activity(), supervisor.rank_statuses, elapsed_s)
 
         def stacks(timeout_s: float, on_done: OnStacks) -> None:
             coordinator.request_stacks(
-                Deadline(timeout_s), lambda found: on_done(make_rank_stacks(found, supervisor.rank_statuses))
+                Deadline(timeout_s), lambda found: on_done(make_rank_stacks(found, rank_statuses()))
             )
 
         pid = os.getpid()
         names = [job.name] if job.name else [str(pid), *(f"{pid}-{number}" for number in range(2, 100))]
         for name in names:
+
+            def named_status(name: str = name) -> JobStatus:
+                return status(name, time.monotonic() - began_s)
+
             try:
-                opened.enter_context(MonitorServer(name, partial(status, name), stacks, thread=coordinator.thread))
+                opened.enter_context(MonitorServer(name, named_status, stacks, thread=coordinator.thread))
                 return
             except ValueError:  # the name of another job, perhaps of this process
                 if name == names[-1]:
@@ -465,9 +381,26 @@ class Driver:
 
     def _suspend(self) -> None:
         """Ctrl-Z: this process stops until its user continues it; agents must not take that for its death."""
-        assert self._agents is not None
-        self._agents.suspend_heartbeat(True)
+        if self._agents is not None:
+            self._agents.suspend_heartbeat(True)
         before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, before)
-        self._agents.suspend_heartbeat(False)
+        if self._agents is not None:
+            self._agents.suspend_heartbeat(False)
+
+
+def _terminal_fds() -> list[int]:
+    return [fd for fd in range(3) if os.isatty(fd)]
+
+
+def run_job(job: Job, output_sink: Printer, *, host_source: HostSource | None = None) -> JobResult:
+    """Run a job, and after a failure again, as often as it may be restarted (Job.restarts). A job that could not be
+    started, or that somebody has ended, is not started again."""
+    for number in range(1, job.restarts + 1):
+        result = Driver(job, output_sink).run()
+        was_started = result.exit_codes and result.exit_code not in (NOT_STARTED_CODE, NOT_EXECUTABLE_CODE)
+        if result.exit_code == 0 or result.stop_request is not None or not was_started:
+            return result
+        output_sink.print_message(f"{result.summary}\nstarting the job again (restart {number} of {job.restarts})")
+    return Driver(job, output_sink, host_source=host_source).run()

@@ -14,7 +14,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,37 @@ class RankStatus(RankActivity, frozen=True, kw_only=True):
     gpu_bytes: int | None = None
     exit_code: int | None = None
     """Below 0: the signal that ended it."""
+    number: int | None = None
+    """In an elastic job, the number of its worker. One that is in no round has rank -1."""
+
+
+class GoneWorker(msgspec.Struct, frozen=True):
+    """A worker that was in the round before, and how it ended."""
+
+    number: int
+    host: str
+    why: str
+
+
+class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The start of a round of an elastic job."""
+
+    round: int
+    """From 0."""
+    elapsed_s: float
+    """Since the job began."""
+    members: tuple[int, ...]
+    """The numbers of its workers, by rank."""
+    came: tuple[int, ...] = ()
+    """Those that were in no round before; empty for the first round."""
+    gone: tuple[GoneWorker, ...] = ()
+    plan: str
+    """RoundPlan.describe()."""
+
+    def describe(self) -> str:
+        """Return the round as a line for the user."""
+        without = "; ".join(f"worker {each.number} on host {each.host} {each.why}" for each in self.gone)
+        return f"round {self.round}: {self.plan}" + (f"; {without}" if without else "")
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,10 +89,17 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     round: int = -1
     slowest: int | None = None
     ranks: tuple[RankStatus, ...] = ()
+    rounds: tuple[RoundRecord, ...] = ()
+    """Of an elastic job, the last ones."""
+    plan: str = ""
+    """Of an elastic job, what will happen next with its round."""
+
+
+MAX_ROUNDS_SHOWN = 20
 
 
 def make_job_status(
-    name: str, command: Sequence[str], activity: JobActivity, rank_statuses: Sequence[RankStatus], elapsed_s: float
+    name: str, command: Sequence[str], activity: JobActivity, rank_statuses: Mapping[int, RankStatus], elapsed_s: float
 ) -> JobStatus:
     """Combine the activity that the coordinator knows with what the driver knows of the processes of ranks."""
     return JobStatus(
@@ -72,7 +110,43 @@ def make_job_status(
         size=activity.size,
         round=activity.round,
         slowest=activity.slowest,
-        ranks=tuple(_add_activity(of, each) for of, each in zip(rank_statuses, activity.ranks, strict=True)),
+        ranks=tuple(_add_activity(rank_statuses[each.rank], each) for each in activity.ranks),
+    )
+
+
+def make_elastic_status(
+    name: str,
+    command: Sequence[str],
+    activity: JobActivity,
+    worker_statuses: Mapping[int, RankStatus],
+    elapsed_s: float,
+    *,
+    rounds: Sequence[RoundRecord],
+    plan: str,
+) -> JobStatus:
+    """As make_job_status, for an elastic job, whose processes the driver knows by the numbers of their workers: the
+    members of the newest round by rank, then the workers that run and are in no round."""
+    members = rounds[-1].members if rounds else ()
+    activities = {each.rank: each for each in activity.ranks}
+    ranks = []
+    for rank, number in enumerate(members):
+        known = activities.get(rank, RankActivity(rank=rank, state="starting"))
+        ranks.append(_add_activity(msgspec.structs.replace(worker_statuses[number], number=number), known))
+    for number, status in worker_statuses.items():
+        if number not in members and status.exit_code is None:
+            why = f"worker {number} is getting ready" if status.pid else f"worker {number} is being started"
+            ranks.append(msgspec.structs.replace(status, rank=-1, number=number, state="starting", why=why))
+    return JobStatus(
+        name=name,
+        command=tuple(word.encode(errors="backslashreplace").decode() for word in command),
+        at=time.time(),
+        elapsed_s=elapsed_s,
+        size=len(members),
+        round=activity.round,
+        slowest=activity.slowest,
+        ranks=tuple(ranks),
+        rounds=tuple(rounds[-MAX_ROUNDS_SHOWN:]),
+        plan=plan,
     )
 
 
@@ -88,11 +162,12 @@ def _add_activity(status: RankStatus, activity: RankActivity) -> RankStatus:
     return msgspec.structs.replace(status, **known)
 
 
-def make_rank_stacks(stacks: Sequence[RankStack], rank_statuses: Sequence[RankStatus]) -> tuple[RankStack, ...]:
-    """Return the stacks of all ranks, with the hosts and process ids that the driver knows."""
+def make_rank_stacks(stacks: Sequence[RankStack], rank_statuses: Mapping[int, RankStatus]) -> tuple[RankStack, ...]:
+    """Return the stacks of all ranks, with the hosts and process ids that the driver knows, by rank."""
     return tuple(
         msgspec.structs.replace(each, host=status.host or each.host, pid=status.pid or each.pid)
-        for each, status in zip(stacks, rank_statuses, strict=True)
+        for each in stacks
+        for status in [rank_statuses[each.rank]]
     )
 
 

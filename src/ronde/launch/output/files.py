@@ -52,6 +52,16 @@ class RankOutputFiles:
         if not horovod_layout:
             self._remove_stale_files(num_ranks)
 
+    def rank_started(self, rank: int) -> None:
+        """Create the files of a rank that was not there at the beginning; those that exist are continued."""
+        for stream in _STREAMS:
+            path = self.path(rank, stream)
+            try:
+                path.parent.mkdir(exist_ok=True)
+                path.touch()
+            except OSError as error:
+                self._mark_incomplete((rank, stream), error)
+
     def path(self, rank: int, stream: StdStream) -> Path:
         """Return the file of a stream. Names sort by rank."""
         number = f"{rank:0{self._digits}}"

@@ -54,10 +54,10 @@ class _Batch:
 class _WaitingLines:
     """The lines that wait in one stream of all ranks."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self) -> None:
         self.holders: dict[bytes, int] = {}  # ranks that have the line anywhere in their queues
         self.heads: dict[bytes, int] = {}  # ranks that have the line at the heads of their queues
-        self.repeats: list[dict[bytes, int]] = [{} for _ in range(num_ranks)]  # by rank: how often beyond once
+        self.repeats: list[dict[bytes, int]] = []  # by rank: how often beyond once
 
     def add(self, rank: int, lines: list[bytes]) -> None:
         holders, repeats, bit = self.holders, self.repeats[rank], 1 << rank
@@ -99,18 +99,29 @@ class LineFolder:
 
     def __init__(self, num_ranks: int, *, enabled: bool = True) -> None:
         self._enabled = enabled
-        self._queues: list[deque[_Batch]] = [deque() for _ in range(num_ranks)]
-        self._running_ranks = (1 << num_ranks) - 1  # ranks that may print more, or have a line that waits
+        self._queues: list[deque[_Batch]] = []
+        self._running_ranks = 0  # ranks that may print more, or have a line that waits
         self._exited_ranks: set[int] = set()
-        self._waiting_lines = {"out": _WaitingLines(num_ranks), "err": _WaitingLines(num_ranks)}
+        self._waiting_lines = {"out": _WaitingLines(), "err": _WaitingLines()}
         self._ranks_to_check: deque[int] = deque()  # ranks whose first line may be printed now
         self._waiting_bytes = 0
         self._ready: list[FoldedLines] = []
         self._joined_lines: list[bytes] = []  # lines that become one FoldedLines
         self._joined_key: tuple[tuple[int, ...], StdStream, float] = ((), "out", 0.0)
+        for rank in range(num_ranks):
+            self.rank_started(rank)
+
+    def rank_started(self, rank: int) -> None:
+        """Called when a process of this rank may print from now on: of a new rank, or again of one that has exited."""
+        while len(self._queues) <= rank:
+            self._queues.append(deque())
+            for waiting_lines in self._waiting_lines.values():
+                waiting_lines.repeats.append({})
+        self._exited_ranks.discard(rank)
+        self._running_ranks |= 1 << rank
 
     def add(self, rank: int, stream: StdStream, text: StreamText, now_s: float) -> None:
-        if not self._enabled:
+        if not self._enabled or len(self._queues) == 1:
             self._ready.append(FoldedLines((rank,), stream, text, now_s))
             return
         self._waiting_bytes += len(text.data)

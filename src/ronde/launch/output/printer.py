@@ -105,8 +105,8 @@ class Printer:
         self._distinct_writers = [*dict.fromkeys(self._writers.values())]
         self._live_rows: dict[RankStream, LiveRows] = {}
         self._open_streams: set[RankStream] = set()  # streams whose LiveRows are not empty
-        self._line_folder = LineFolder(num_ranks, enabled=options.fold and num_ranks > 1)
-        self._tails = [OutputTail() for _ in range(num_ranks)]
+        self._line_folder = LineFolder(num_ranks, enabled=options.fold)
+        self._tails = {rank: OutputTail() for rank in range(num_ranks)}
         self._pending: list[Callable[[], None]] = []  # writes, exits and messages since the last refresh
         self._pending_bytes = 0
         self._now_s = 0.0
@@ -123,6 +123,14 @@ class Printer:
             )
         if options.debug_rank is not None:
             self._line_folder.rank_exited(options.debug_rank)  # its lines are not folded
+
+    def rank_started(self, rank: int) -> None:
+        """Called before a process of this rank writes, unless it is the first one of one of the `num_ranks`."""
+        self._process_pending()  # its former process may have exited just now
+        self._tails[rank] = OutputTail()
+        self._line_folder.rank_started(rank)
+        if self._files is not None:
+            self._files.rank_started(rank)
 
     def write(self, rank: int, stream: StdStream, data: bytes) -> None:
         """Take bytes of a rank as they were read: chunks of any size."""
@@ -177,7 +185,7 @@ class Printer:
             return
         self._process_pending()
         self._closed = True
-        for rank in range(len(self._tails)):
+        for rank in self._tails:
             self._finish_rank(rank)
         self._print_folded(flush=True)
         if self._files is not None:

@@ -59,7 +59,7 @@ def test_the_reason_is_what_mpi4py_says_and_no_line_of_its_source(
 @pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize(
     ("wanted", "how"),
-    [("gloo", "pip install torch"), ("hvd", "ronde-horovod"), ("mpi", "--mpi-python"), ("mpich", "mpich")],
+    [("gloo", "pip install torch"), ("hvd", "compat/horovod"), ("mpi", "--mpi-python"), ("mpich", "mpich")],
 )
 def test_what_is_missing_is_an_error_when_asked_for_and_says_how_to_get_it(wanted: str, how: str) -> None:
     with pytest.raises(ValueError, match=how):

@@ -64,10 +64,10 @@ def test_peers_without_bfloat16_send_as_many_bits_another_way() -> None:
 def test_a_missing_package_is_noted_or_an_error_when_it_is_needed(installed: set[str]) -> None:
     installed.remove("horovod")
     assert find_setups(2, None, None, ())[1][0].startswith("hvd is left out: ronde-horovod is not installed")
-    with pytest.raises(ValueError, match="pip install ronde-horovod"):
+    with pytest.raises(ValueError, match=r"pip install \./ronde/compat/horovod"):
         find_setups(2, None, "hvd", ())
     installed.remove("torch")
-    with pytest.raises(RondeError, match=r"pip install 'ronde\[torch\]'"):
+    with pytest.raises(RondeError, match="pip install torch"):
         find_setups(2, None, None, ())
 
 

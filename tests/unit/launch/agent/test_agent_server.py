@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -20,6 +21,7 @@ from ronde.launch.protocol import (
     AgentError,
     AgentHello,
     AgentMessage,
+    AgentStopping,
     DriverHeartbeat,
     DriverMessage,
     RankExit,
@@ -31,6 +33,7 @@ from ronde.launch.protocol import (
     encode_frame,
     make_agent_message_reader,
 )
+from ronde.text import NOT_STARTED_CODE
 from ronde.types import Deadline
 from tests.limits import promised_s
 from tests.unit.launch.agent.watched_agent import PATIENCE_S, ends, python
@@ -59,8 +62,9 @@ class RemoteAgent:
     def send(self, message: DriverMessage) -> None:
         self.orders.write(encode_frame(message))
 
-    def start(self, *argv: str, env: dict[str, str] | None = None) -> None:
-        self.send(StartRanks((RankOrder(0, argv, {"PATH": os.environ["PATH"], **(env or {})}, "/"),)))
+    def start(self, *argv: str, env: dict[str, str] | None = None, terminate_s: float = 0.1) -> None:
+        order = RankOrder(0, argv, {"PATH": os.environ["PATH"], **(env or {})}, "/")
+        self.send(StartRanks((order,), terminate_s=terminate_s))
 
     def wait_for(self, kind: type[T]) -> T:
         """The first report of this kind."""
@@ -139,6 +143,25 @@ def test_nothing_stays_behind_however_it_ends(how: str) -> None:
             case "hung up":
                 remote.process.send_signal(signal.SIGHUP)
         assert all(ends(pid, promised_s(5.0)) for pid in (*pids, remote.process.pid))
+
+
+def test_an_agent_that_is_terminated_lets_its_ranks_end_in_good_order(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    saves = f"trap 'echo saving; read line < {fifo}; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
+    with a_remote_agent() as remote:
+        remote.start("sh", "-c", saves, terminate_s=PATIENCE_S)
+        remote.wait_for(RankOutput)
+        remote.process.terminate()
+        assert remote.wait_for(AgentStopping).reason == "it got SIGTERM"
+        remote.start("true")
+        assert remote.wait_for(RankExit).exit_code == NOT_STARTED_CODE, "no rank is started any more"
+        remote.reports = [report for report in remote.reports if not isinstance(report, RankExit)]
+        fifo.write_text("go on\n")
+        assert remote.wait_for(RankExit).exit_code == 0
+        assert remote.process.wait(PATIENCE_S) == 0
+        words = [word for word in remote.printed().split() if word != b"Terminated"]  # what the shell started
+        assert words == [b"ready", b"saving", b"saved"]
 
 
 def test_a_driver_that_sends_nothing_after_its_first_heartbeat_is_given_up() -> None:

@@ -7,16 +7,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
+from ronde.coordinator.membership import ElasticLimits
 from ronde.errors import StartFailed
-from ronde.launch.driver.agents import LOCALHOST_NAMES, AgentGroup, LocalMachine, StartCancelled
+from ronde.launch.driver.agents import DRIVER_INDEX, LOCALHOST_NAMES, AgentGroup, LocalMachine, StartCancelled
 from ronde.launch.job import Job, SshOptions
 from ronde.launch.network import LOOPBACK
 from ronde.launch.placement import Host
+from ronde.launch.protocol import AgentMessage, RankExit, RankOrder, StartRanks
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import new_job_key
-from tests.limits import promised_s
+from tests.limits import PATIENCE_S, promised_s
 
 SSH = """
 while [ "$1" != -- ]; do shift; done
@@ -59,7 +62,7 @@ def agents_of(names: Sequence[str], *, start_s: float = 20.0, call: bytes = b"")
     options = SshOptions(start_s=start_s)
     hosts = tuple(Host(name) for name in names)
     job = Job(command=("true",), num_ranks=len(names), hosts=hosts, ssh=options, cwd="/", pickled_call=call)
-    with closing(EventLoop()) as loop, closing(AgentGroup(loop, job)) as agents:
+    with closing(EventLoop()) as loop, closing(AgentGroup(loop, job, job.used_hosts)) as agents:
         yield agents
 
 
@@ -67,8 +70,8 @@ def test_this_machine_alone_needs_no_ssh_and_no_probing() -> None:
     with agents_of(["localhost"]) as alone:
         alone.start_agents()
         network = alone.probe_network(new_job_key(), [3])
-    assert network.driver_address == LOOPBACK and network.addresses == (LOOPBACK,)
-    (facts,) = network.host_facts
+    assert network.driver_address == LOOPBACK and network.addresses == {0: LOOPBACK}
+    (facts,) = network.host_facts.values()
     assert (facts.address, len(set(facts.free_ports)), facts.is_local) == ("", 3, True)
     hello = alone.hellos[0]
     assert (facts.cpus, facts.effective_cpu_count) == (hello.cpus, hello.effective_cpu_count)
@@ -79,10 +82,10 @@ def test_a_host_behind_ssh_and_the_driver_find_where_they_reach_each_other() -> 
     with agents_of(["other"]) as both:
         both.start_agents()
         network = both.probe_network(new_job_key(), [2])
-    assert (both.driver_index, len(both.hellos)) == (1, 2)
-    (facts,) = network.host_facts
+    assert (both.driver_index, len(both.hellos)) == (DRIVER_INDEX, 2)
+    (facts,) = network.host_facts.values()
     assert (facts.address, len(facts.free_ports), facts.is_local) == ("", 2, False)
-    assert network.driver_address and network.addresses == (LOOPBACK,)
+    assert network.driver_address and network.addresses == {0: LOOPBACK}
 
 
 def test_every_host_that_cannot_be_used_is_listed_with_its_reason() -> None:
@@ -167,3 +170,97 @@ def test_only_names_that_are_not_known_are_looked_up() -> None:
 def test_this_machine_knows_itself() -> None:
     hosts = [Host("localhost"), Host("nobody-here-has-this-name@localhost")]
     assert LocalMachine.detect().find_local_hosts(hosts) == (True, False)
+
+
+# --- hosts that come and go ---------------------------------------------------------------------------------------
+
+
+class ElasticAgents:
+    """The agents of an elastic job that begins with these hosts, and what is told about them."""
+
+    def __init__(self, loop: EventLoop, names: Sequence[str], start_s: float = PATIENCE_S) -> None:
+        limits = ElasticLimits(start_ranks=1)
+        job = Job(command=("true",), num_ranks=1, limits=limits, ssh=SshOptions(start_s=start_s), cwd="/")
+        self.loop = loop
+        self.group = AgentGroup(loop, job, [Host(name) for name in names])
+        self.ready: list[int] = []
+        self.lost: dict[int, str] = {}
+        self.reports: list[tuple[int, AgentMessage]] = []
+
+    def begin(self) -> None:
+        self.group.start_agents()
+        self.group.probe_network(new_job_key(), [0] * 10, may_grow=True)
+        self.group.set_handlers(
+            lambda index, message: self.reports.append((index, message)),
+            lambda index, error: self.lost.__setitem__(index, error.reason),
+            self.ready.append,
+        )
+
+    def add(self, name: str) -> int:
+        """Add a host, and wait until it is ready or lost."""
+        index = self.group.add_host(Host(name))
+        self.loop.run_until(lambda: index in self.ready or index in self.lost)
+        return index
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    with closing(EventLoop()) as made:
+        yield made
+
+
+def test_a_host_is_added_while_the_job_runs_and_removed_again(loop: EventLoop) -> None:
+    agents = ElasticAgents(loop, [])
+    with closing(agents.group):
+        agents.begin()
+        index = agents.add("other")
+        assert (agents.ready, agents.group.host_name(index)) == ([index], "other")
+        facts = agents.group.host_facts[index]
+        assert facts.address and not facts.is_local
+        agents.group.send({index: StartRanks((RankOrder(7, ("true",), {"PATH": "/bin:/usr/bin"}, "/"),))})
+        loop.run_until(lambda: any(isinstance(message, RankExit) for _, message in agents.reports))
+        agents.group.remove_host(index)
+        assert index not in agents.group.host_facts
+        again = agents.add("other")
+        assert again != index and again in agents.ready and not agents.lost
+
+
+def test_a_host_that_is_added_and_cannot_be_used_is_lost_with_the_reason(loop: EventLoop) -> None:
+    agents = ElasticAgents(loop, [], start_s=promised_s(3.0))
+    with closing(agents.group):
+        agents.begin()
+        assert "nobody listens there" in agents.lost[agents.add("refused")]
+        assert "it has ronde 0.0.1" in agents.lost[agents.add("old")]
+        assert "it did not answer within" in agents.lost[agents.add("silent")]
+        assert not agents.ready
+
+
+def test_this_machine_is_added_under_several_names(loop: EventLoop) -> None:
+    agents = ElasticAgents(loop, ["localhost"])
+    with closing(agents.group):
+        agents.begin()
+        first, second = agents.group.host_facts[0], agents.group.host_facts[agents.add("127.0.0.1")]
+        assert first.is_local and second.is_local and first.address == second.address != ""
+
+
+def test_an_elastic_job_begins_without_the_hosts_that_cannot_be_used(loop: EventLoop) -> None:
+    agents = ElasticAgents(loop, ["refused", "localhost"])
+    with closing(agents.group):
+        agents.begin()
+        assert [*agents.group.host_facts] == [1] and "nobody listens there" in agents.lost[0]
+    with closing(ElasticAgents(loop, ["refused"]).group) as none:
+        with pytest.raises(StartFailed, match="the host cannot be used"):
+            none.start_agents()
+
+
+def test_the_agent_of_a_host_that_was_removed_just_now_is_gone_at_the_end(loop: EventLoop) -> None:
+    agents = ElasticAgents(loop, [])
+    with closing(agents.group):
+        agents.begin()
+        others = psutil.Process().children(recursive=True)
+        index = agents.add("other")
+        children = [each for each in psutil.Process().children(recursive=True) if each not in others]
+        assert children
+        agents.group.remove_host(index)
+    _, left = psutil.wait_procs(children, timeout=PATIENCE_S)
+    assert not left

@@ -16,16 +16,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ronde.launch.driver.driver import (
-    SIGPIPE_EXIT_CODE,
-    WRITE_ERROR_EXIT_CODE,
-    Driver,
-    RankSupervisor,
-    log_to_output,
-)
+from ronde.launch.driver.driver import Driver, log_to_output, run_job
 from ronde.launch.driver.failure_report import JobResult, StopRequest
 from ronde.launch.driver.monitor import RankStatus
 from ronde.launch.driver.ssh import HostError
+from ronde.launch.driver.supervisor import (
+    SIGPIPE_EXIT_CODE,
+    WRITE_ERROR_EXIT_CODE,
+    RankLocation,
+    RankSupervisor,
+)
 from ronde.launch.job import Job
 from ronde.launch.output.printer import Printer
 from ronde.launch.output.terminal import OutputClosed
@@ -65,6 +65,8 @@ class RecordingSink(Printer):
         self.printed[rank] = self.printed.get(rank, b"") + data
         self._on_output(rank)
 
+    def rank_started(self, rank: int) -> None: ...
+
     def rank_exited(self, rank: int) -> None:
         self.exited_ranks.append(rank)
 
@@ -103,6 +105,10 @@ class Scene:
             send=lambda messages: self.sent.extend(messages.items()),
             output_sink=self.sink,
             on_rank_exit=lambda rank, why: self.lost.append((rank, why)),
+            host_name=lambda index: "ab"[index],
+        )
+        self.supervisor.start_ranks(
+            [RankLocation(each.rank, each.host_index, each.host.name, each.local_rank) for each in job.placements], {}
         )
 
     def exit(self, *ranks: int, code: int = 0) -> None:
@@ -237,7 +243,7 @@ def test_what_is_known_of_each_rank_is_there_for_others(scene: Scene) -> None:
     scene.exit(2, code=1)
     third = {"local_rank": 0, "cpu": 0.5, "memory_bytes": 1000, "gpu": 0.1, "gpu_bytes": 10, "exit_code": 1}
     fourth = {"local_rank": 1, "pid": 4711, "cpu": 0.25, "memory_bytes": 2000, "gpu": 0.9, "gpu_bytes": 90}
-    assert scene.supervisor.rank_statuses == [
+    assert [*scene.supervisor.rank_statuses.values()] == [
         RankStatus(rank=0, state="starting", host="a"),
         RankStatus(rank=1, state="starting", host="a", local_rank=1),
         msgspec.convert({"rank": 2, "state": "starting", "host": "b", **third}, RankStatus),
@@ -379,3 +385,35 @@ def test_a_death_is_known_at_once_though_nobody_reads_the_output(
     thread.join()
     assert (result.exit_code, result.first_failed_rank) == (3, 1)
     assert result.exit_codes == {0: -signal.SIGTERM, 1: 3}
+
+
+# --- restarts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_fails_is_started_again_and_says_so(tmp_path: Path) -> None:
+    script = f"mkdir {tmp_path}/$RANK 2>/dev/null && exit 3; test -d {tmp_path}/$RANK"
+    sink = RecordingSink()
+    result = run_job(Job(command=("/bin/sh", "-c", script), num_ranks=1, restarts=2), sink)
+    assert (result.exit_code, result.summary) == (0, "")
+    (message,) = sink.messages
+    first, last = message.splitlines()
+    assert first == "rank 0 on host localhost failed first: exited with code 3"
+    assert last == "starting the job again (restart 1 of 2)"
+
+
+@pytest.mark.parametrize(
+    ("script", "num_restarts", "code"), [("exit 3", 2, 3), ("kill -TERM $PPID; sleep 100", 0, 143)]
+)
+def test_a_job_is_not_started_again_for_ever_or_when_somebody_has_ended_it(
+    script: str, num_restarts: int, code: int
+) -> None:
+    sink = RecordingSink()
+    result = run_job(Job(command=("/bin/sh", "-c", script), num_ranks=1, restarts=2), sink)
+    assert result.exit_code == code
+    assert sum("starting the job again" in message for message in sink.messages) == num_restarts
+
+
+def test_a_job_that_cannot_be_started_is_not_started_again() -> None:
+    sink = RecordingSink()
+    result = run_job(Job(command=("true",), num_ranks=1, cwd="/nowhere", restarts=2), sink)
+    assert (result.exit_code, sink.messages) == (1, [])

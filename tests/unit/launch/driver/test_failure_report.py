@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
-from ronde.launch.driver.failure_report import StopRequest, make_job_result
+from ronde.launch.driver.failure_report import MAX_LOSSES_SHOWN, StopRequest, make_elastic_failure, make_job_result
 from ronde.launch.protocol import ExitReason, RankExit
 from ronde.net.messages import LeaveReason
 from ronde.observe.stacks import RankStack
-from ronde.observe.stalls import Whereabouts
+from ronde.observe.stalls import FailureStacks
 from ronde.text import LOST_CODE, NOT_STARTED_CODE, describe_exit_code
 
 CTRL_C = StopRequest(130, "interrupted by Ctrl-C")
@@ -23,11 +23,9 @@ def end(rank: int, code: int, *reason: Any, host: str = "a", ordered: bool = Fal
     return msgspec.structs.replace(RankExit(rank, code, *reason), host=host, requested=ordered)
 
 
-def report(
-    exits: Sequence[RankExit], *, num_ranks: int | None = None, **facts: Any
-) -> tuple[int, int | None, list[str]]:
+def report(exits: Sequence[RankExit], **facts: Any) -> tuple[int, int | None, list[str]]:
     """Exit code, the rank that failed first, and the lines."""
-    result = make_job_result(exits, num_ranks=len(exits) if num_ranks is None else num_ranks, **facts)
+    result = make_job_result(exits, **facts)
     return result.exit_code, result.first_failed_rank, result.summary.splitlines()
 
 
@@ -100,7 +98,6 @@ def test_a_rank_that_left_early_is_only_mentioned_where_the_first_failure_is_not
         "rank 0 on host a failed first: exited with code 1",
         "  | no",
         "before that, rank 2 on host a had left the others: exited with code 0 (exited without shutdown)",
-        "rank 1 did not end, not even when killed; look at their hosts",
     ]
 
 
@@ -126,7 +123,7 @@ def test_others_that_failed_in_the_same_way_are_no_consequence(
 ) -> None:
     exits = [end(0, 2), *others]
     lost_peers = {9: LostPeer(0, "StartFailed: …")}
-    _, _, (first, *lines) = report(exits, num_ranks=0, first_lost=first_lost, lost_peers=lost_peers)
+    _, _, (first, *lines) = report(exits, first_lost=first_lost, lost_peers=lost_peers)
     assert first.startswith("rank 0 on host a failed first: exited with code 2")
     counts = ((num_alike, "failed, too: exited with code 2"), (num_consequences, "ended in consequence"))
     assert lines == [f"{num} other rank{'s' * (num > 1)} {what}" for num, what in counts if num]
@@ -138,8 +135,8 @@ SILENT = RankStack(rank=2, host="c", pid=48, why="does not answer; its process i
 
 def test_a_hang_ends_with_who_did_not_come_and_where_it_was() -> None:
     exits = [end(0, 1), end(3, 1), end(1, -15, host="b", ordered=True), end(2, -9, host="c", ordered=True)]
-    where = Whereabouts(0, missing=(MISSING, SILENT))
-    assert report(exits, first_lost=lost(0, "OperationTimeout: barrier"), whereabouts=where) == (
+    stacks = FailureStacks(0, missing=(MISSING, SILENT))
+    assert report(exits, first_lost=lost(0, "OperationTimeout: barrier"), failure_stacks=stacks) == (
         1,
         0,
         [
@@ -153,8 +150,9 @@ def test_a_hang_ends_with_who_did_not_come_and_where_it_was() -> None:
 
 def test_a_disagreement_shows_every_line_with_its_ranks() -> None:
     said = [RankStack(rank=rank, line=line) for rank, line in enumerate(["a.py:1 in f", "a.py:2 in g", "a.py:1 in f"])]
-    where = Whereabouts(0, disagreeing=tuple(said))
-    assert report([end(rank, 1) for rank in range(3)], first_lost=lost(0, "Mismatch: no"), whereabouts=where)[2] == [
+    stacks = FailureStacks(0, disagreeing=tuple(said))
+    exits = [end(rank, 1) for rank in range(3)]
+    assert report(exits, first_lost=lost(0, "Mismatch: no"), failure_stacks=stacks)[2] == [
         "rank 0 on host a failed first: exited with code 1 (Mismatch: no)",
         "ranks 0, 2 were at a.py:1 in f",
         "rank 1 was at a.py:2 in g",
@@ -164,7 +162,7 @@ def test_a_disagreement_shows_every_line_with_its_ranks() -> None:
 
 def test_where_ranks_were_is_not_told_of_another_failure() -> None:
     lines = ["rank 2 on host a failed first: exited with code 3"]
-    assert report([end(2, 3)], num_ranks=0, whereabouts=Whereabouts(0, missing=(MISSING,))) == (3, 2, lines)
+    assert report([end(2, 3)], failure_stacks=FailureStacks(0, missing=(MISSING,))) == (3, 2, lines)
 
 
 def test_ranks_of_a_lost_host_are_one_failure() -> None:
@@ -202,10 +200,26 @@ def test_a_rank_that_was_told_to_end_is_never_the_first_failed_rank() -> None:
 
 
 def test_ranks_that_never_ended_are_named() -> None:
-    assert report([end(0, 1)], num_ranks=3)[2][-1].startswith("ranks 1, 2 did not end")
-    assert report([], stop_request=CTRL_C, num_ranks=1)[0] == 130
+    assert report([end(0, 1)], still_running=[1, 2])[2][-1].startswith("ranks 1, 2 did not end")
+    assert report([], stop_request=CTRL_C, still_running=[0])[0] == 130
 
 
 def test_what_else_is_known_of_an_end_is_told() -> None:
     lines = ["rank 0 on host a failed first: killed by signal 9 (SIGKILL) (the host ran out of memory)"]
     assert report([end(0, -9, ExitReason.OOM_KILLED)])[2] == lines
+
+
+def test_an_elastic_job_that_cannot_go_on_names_whom_it_has_lost_last() -> None:
+    losses = [end(3, -9, host="b"), end(4, LOST_CODE, ExitReason.HOST_LOST, "timed out")]
+    result = make_elastic_failure("the reset limit", losses, exit_codes={3: -9}, tail=lambda number, code: "boom\n")
+    assert (result.exit_code, result.exit_codes) == (1, {3: -9})
+    assert result.summary.splitlines() == [
+        "the job cannot go on: the reset limit",
+        "worker 3 on host b killed by signal 9 (SIGKILL)",
+        "worker 4 on host a ended when the connection to it was lost (timed out)",
+        "the last output of worker 3:",
+        "  | boom",
+    ]
+    many = make_elastic_failure("why", losses * 5, exit_codes={}, tail=lambda number, code: "")
+    assert many.summary.splitlines()[1] == "10 workers were lost, these last:"
+    assert len(many.summary.splitlines()) == 2 + MAX_LOSSES_SHOWN

@@ -16,12 +16,15 @@ import pytest
 from ronde.coordinator.queries import OnStacks
 from ronde.errors import ProtocolError, RondeError, StartFailed
 from ronde.launch.driver.monitor import (
+    GoneWorker,
     JobStatus,
     MonitorServer,
     NoSuchJob,
     RankStatus,
+    RoundRecord,
     RunningJob,
     find_job,
+    make_elastic_status,
     make_job_status,
     make_rank_stacks,
     open_jobs_dir,
@@ -194,14 +197,14 @@ def test_a_directory_that_is_not_the_users_alone_is_refused(
 
 
 def test_a_command_with_bytes_that_are_no_text_can_be_shown() -> None:
-    status = make_job_status("demo", [os.fsdecode(b"tr\xe9.py")], JobActivity(size=0), [], 0.0)
+    status = make_job_status("demo", [os.fsdecode(b"tr\xe9.py")], JobActivity(size=0), {}, 0.0)
     assert msgspec.json.decode(msgspec.json.encode(status))["command"] == ["tr\\udce9.py"]
 
 
 def test_the_driver_adds_what_it_knows() -> None:
     activity = RankActivity(rank=0, state="running", host="a-0123", pid=7, steps=5, held_up_s=1.5)
     known = RankStatus(rank=0, state="starting", host="a", local_rank=1, cpu=0.9, memory_bytes=100, gpu=0.5)
-    status = make_job_status("demo", ["x"], JobActivity(size=1, round=3, slowest=0, ranks=(activity,)), [known], 2)
+    status = make_job_status("demo", ["x"], JobActivity(size=1, round=3, slowest=0, ranks=(activity,)), {0: known}, 2)
     assert (status.name, status.command, status.elapsed_s) == ("demo", ("x",), 2)
     assert (status.size, status.round, status.slowest, status.at > 1e9) == (1, 3, 0, True)
     assert status.ranks == (msgspec.structs.replace(known, state="running", pid=7, steps=5, held_up_s=1.5),)
@@ -225,11 +228,32 @@ def test_how_a_process_ended_is_known_to_the_driver_alone(
 ) -> None:
     activity = JobActivity(size=1, ranks=(RankActivity(rank=0, state=state, why="told"),))
     known = RankStatus(rank=0, state="starting", pid=pid, exit_code=code)
-    (found,) = make_job_status("demo", ["x"], activity, [known], 2.0).ranks
+    (found,) = make_job_status("demo", ["x"], activity, {0: known}, 2.0).ranks
     assert (found.state, found.why, found.exit_code) == (expected, why, code)
 
 
 def test_stacks_name_hosts_as_the_user_does() -> None:
     known = RankStatus(rank=0, state="running", host="a", pid=7)
-    (stack,) = make_rank_stacks([RankStack(rank=0, host="a-0123", line="x.py:1")], [known])
+    (stack,) = make_rank_stacks([RankStack(rank=0, host="a-0123", line="x.py:1")], {0: known})
     assert (stack.host, stack.pid, stack.line) == ("a", 7, "x.py:1")
+
+
+def test_an_elastic_job_shows_its_members_by_rank_and_then_those_that_get_ready() -> None:
+    workers = {
+        0: RankStatus(rank=0, state="starting", host="a", pid=7, exit_code=-9),
+        1: RankStatus(rank=1, state="starting", host="b", pid=8),
+        2: RankStatus(rank=2, state="starting", host="a", pid=9),
+        3: RankStatus(rank=3, state="starting", host="a"),
+    }
+    gone = GoneWorker(0, "a", "killed by signal 9 (SIGKILL)")
+    rounds = [
+        RoundRecord(round=0, elapsed_s=1.0, members=(0, 1), plan="2 ranks"),
+        RoundRecord(round=1, elapsed_s=5.0, members=(1,), gone=(gone,), plan="1 rank"),
+    ]
+    activity = JobActivity(size=1, round=1, ranks=(RankActivity(rank=0, state="running", steps=3),))
+    status = make_elastic_status("demo", ["x"], activity, workers, 9.0, rounds=rounds, plan="no change")
+    shown = [(each.rank, each.number, each.state, each.steps, each.pid) for each in status.ranks]
+    assert shown == [(0, 1, "running", 3, 8), (-1, 2, "starting", 0, 9), (-1, 3, "starting", 0, 0)]
+    assert (status.size, status.plan, len(status.rounds)) == (1, "no change", 2)
+    assert rounds[1].describe() == "round 1: 1 rank; worker 0 on host a killed by signal 9 (SIGKILL)"
+    assert msgspec.json.decode(msgspec.json.encode(status), type=JobStatus) == status

@@ -281,3 +281,28 @@ def printed_by(rank: int, printed: bytes) -> bytes:
         if any(int(span[0]) <= rank <= int(span[-1]) for span in spans):
             parts.append(text)
     return b"".join(parts)
+
+
+def test_a_rank_that_comes_later_is_folded_with_the_others_and_has_files_of_its_own(tmp_path: Path) -> None:
+    printer = MemoryPrinter(1, replace(FOLDED, output_dir=str(tmp_path)))
+    printer.write(0, b"alone\n")
+    printer.sink.rank_started(1)
+    for rank in (0, 1):
+        printer.write(rank, b"both\n")
+    assert printer.close() == "[0] alone\n[0-1] both\n"
+    assert (tmp_path / "rank-1.out").read_bytes() == b"both\n"
+    assert printer.sink.tail(1, 3).endswith("\nboth")
+
+
+def test_a_rank_that_is_started_again_goes_on_in_its_file_and_begins_a_new_tail(tmp_path: Path) -> None:
+    printer = MemoryPrinter(2, replace(FOLDED, output_dir=str(tmp_path)))
+    printer.write(0, b"first\n")
+    printer.sink.rank_exited(0)
+    printer.sink.rank_exited(1)
+    for rank in (0, 1):
+        printer.sink.rank_started(rank)
+    for rank in (0, 1):
+        printer.write(rank, b"again\n")
+    assert printer.close() == "[0] first\n[0-1] again\n"
+    assert (tmp_path / "rank-0.out").read_bytes() == b"first\nagain\n"
+    assert printer.sink.tail(0, 3) == "last lines of standard output:\nagain"

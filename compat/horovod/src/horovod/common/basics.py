@@ -12,7 +12,8 @@ from horovod.common import util
 from horovod.common.exceptions import translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set, init_process_sets, process_set_table
 from horovod.common.variables import is_true, set_log_level, settings_from, timeline_from, warn_without_effect
-from ronde.comm.world import current_world
+from ronde.comm.world import current_world, rejoin
+from ronde.errors import JobFinished, StateLost
 from ronde.observe.stacks import treat_as_library
 from ronde.observe.timeline import TraceStyle
 
@@ -43,7 +44,8 @@ class HorovodBasics:
     # --- beginning and end -----------------------------------------------------------------------------------------
 
     def init(self, comm: Any = None, process_sets: str | list[ProcessSet] | None = None) -> None:
-        """Join the job. `process_sets` is a list of sets to begin with, or "dynamic" to allow them later.
+        """Join the job. `process_sets` is a list of sets to begin with, or "dynamic" to allow them later. If the others
+        have finished an elastic job meanwhile, this process ends.
 
         `comm` may be an mpi4py communicator of all ranks; a list of ranks has no effect, as it had none with Gloo.
         """
@@ -69,6 +71,8 @@ class HorovodBasics:
             set_log_level(os.environ["HOROVOD_LOG_LEVEL"], hide_time=is_true(os.environ.get("HOROVOD_LOG_HIDE_TIME")))
         try:
             ronde.init(**settings_from(os.environ))
+        except JobFinished:  # an elastic one, while this process was being started
+            raise SystemExit(0) from None
         except ronde.RondeError as error:
             raise ValueError(f"Horovod could not start: {error}") from error
         process_set_table.start_round(dynamic=is_true(os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS")))
@@ -82,6 +86,18 @@ class HorovodBasics:
         """Leave the job. Without one it does nothing; hvd.init() may begin another."""
         process_set_table.clear()
         ronde.shutdown()
+
+    def rejoin(self) -> None:
+        """Leave the round and join the next one of an elastic job. Of the process sets only the global one is left.
+        RuntimeError if this process cannot be in the next round, and SystemExit if the others have finished the job."""
+        process_set_table.clear()
+        try:
+            rejoin()
+        except (JobFinished, StateLost):  # after the latter another process is started in the place of this one
+            raise SystemExit(0) from None
+        except ronde.RondeError as error:
+            raise RuntimeError(f"Horovod cannot go on: {error}") from error
+        process_set_table.start_round(dynamic=process_set_table.dynamic)
 
     is_initialized = staticmethod(ronde.is_initialized)
 

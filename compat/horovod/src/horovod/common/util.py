@@ -41,7 +41,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     if framework not in AVAILABLE:
         raise ImportError(f"{ext_name} is not part of ronde-horovod yet")
     if importlib.util.find_spec(framework) is None:
-        raise ImportError(f"{ext_name} needs {framework}; install it with pip install ronde-horovod[{framework}]")
+        raise ImportError(f"{ext_name} needs {framework}; install it with pip install {framework}")
 
 
 @functools.cache

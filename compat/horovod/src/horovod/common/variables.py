@@ -18,7 +18,6 @@ DYNAMIC = "DYNAMIC"
 
 _CHOSEN = "the algorithm is chosen by message size and hosts; RONDE_ALGORITHM forces one"
 _NOT_TUNED = "there is nothing to tune while training; `ronde bench` measures a machine"
-_NOT_ELASTIC = "elastic mode is not part of ronde-horovod yet"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "HOROVOD_CONTROLLER": "processes meet through ronde's coordinator",
@@ -44,14 +43,12 @@ WITHOUT_EFFECT: dict[str, str] = {
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "Adasum does not need MPI",
     "HOROVOD_CCL_CACHE": "oneCCL is not used",
     "HOROVOD_GLOO_IFACE": "addresses are found by trying; RONDE_ADDRESS gives one",
-    "HOROVOD_ELASTIC": _NOT_ELASTIC,
-    "HOROVOD_ELASTIC_TIMEOUT": _NOT_ELASTIC,
 }
 
 _SWITCHES = {
     *("HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER", "HOROVOD_TORUS_ALLREDUCE"),
     *("HOROVOD_AUTOTUNE", "HOROVOD_MPI_THREADS_DISABLE", "HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_CCL_CACHE"),
-    *("HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ENABLE_XLA_OPS", "HOROVOD_DISABLE_NVTX_RANGES", "HOROVOD_ELASTIC"),
+    *("HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ENABLE_XLA_OPS", "HOROVOD_DISABLE_NVTX_RANGES"),
 }
 """Switches that have no effect here. One that is set to 0 needs no warning."""
 
@@ -68,9 +65,9 @@ _READ_ELSEWHERE = {
     *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     *("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_TIMELINE", "HOROVOD_TIMELINE_MARK_CYCLES"),
     *("HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_LOG_LEVEL", "HOROVOD_LOG_HIDE_TIME", "HOROVOD_START_TIMEOUT"),
-    "HOROVOD_TEST_GPU",
+    *("HOROVOD_ELASTIC", "HOROVOD_TEST_GPU"),
 }
-"""Variables that other modules read: for rank and size, in hvd.init(), in horovodrun, or in tests."""
+"""Variables that other modules read: for rank and size, in hvd.init(), in horovodrun, in scripts, or in tests."""
 
 
 LEVELS = {
@@ -161,5 +158,6 @@ _SETTING_BY_VARIABLE: dict[str, tuple[str, Callable[[str], Any]]] = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_s", float),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("operation_s", lambda text: float(text) or None),
     "HOROVOD_GLOO_TIMEOUT_SECONDS": ("start_s", float),
+    "HOROVOD_ELASTIC_TIMEOUT": ("elastic_timeout_s", float),
     "HOROVOD_CPU_OPERATIONS": ("backend", _backend),
 }

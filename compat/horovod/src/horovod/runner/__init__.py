@@ -44,10 +44,11 @@ def run(
 ) -> list[Any]:
     """Call func(*args, **kwargs) on num_proc processes, and return what it returned, by rank.
 
+    With min_num_proc or a discovery script the job is elastic, and results are those of the first min_num_proc ranks.
     RuntimeError when a process fails; what it raised is the cause.
     """
     # Not above: `python -m horovod.runner.launch` imports this package first, and launch must not come with it.
-    from horovod.runner.launch import NO_ELASTIC, make_job, no_effect_messages, parse_arguments, run_job
+    from horovod.runner.launch import make_job, no_effect_messages, parse_arguments, run_job
 
     num_proc = _prefer_new_name("np", np, "num_proc", num_proc)
     min_num_proc = _prefer_new_name("min_np", min_np, "min_num_proc", min_num_proc)
@@ -59,14 +60,17 @@ def run(
         raise ValueError("give hosts or hostfile, not both")
     if use_gloo and use_mpi:
         raise ValueError("give use_gloo or use_mpi, not both")
-    if min_num_proc is not None or max_num_proc is not None or host_discovery_script is not None:
-        raise ValueError(NO_ELASTIC)
+    if host_discovery_script and (hosts or hostfile):
+        raise ValueError("give hosts or host_discovery_script, not both")
     options = parse_arguments(
         _make_arguments(
             {
                 "-np": num_proc,
                 "-H": hosts,
                 "--hostfile": hostfile,
+                "--host-discovery-script": host_discovery_script,
+                "--min-np": min_num_proc,
+                "--max-np": max_num_proc,
                 "--start-timeout": start_timeout,
                 "-p": ssh_port,
                 "-i": ssh_identity_file,
@@ -87,7 +91,7 @@ def run(
     if outcome.stop_request == INTERRUPTED:
         raise KeyboardInterrupt
     try:
-        return unpickle_results(outcome, job.num_ranks)
+        return unpickle_results(outcome, job.num_ranks if job.limits is None else job.limits.min_ranks)
     except Exception as error:  # whatever the function has raised
         raise RuntimeError(f"horovod.run has failed: {type(error).__name__}: {error}") from error
 

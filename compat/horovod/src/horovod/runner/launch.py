@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,21 +17,21 @@ import horovod
 from horovod.common import variables
 from horovod.common.util import ccl_built, ddl_built, extension_available, gloo_built, mpi_built, nccl_built
 from horovod.runner.common.util import config_parser
+from ronde.elastic.discovery import DiscoveryScript, WatchedHostfile
 from ronde.errors import RondeError
 from ronde.launch.driver.driver import Driver
 from ronde.launch.driver.failure_report import JobResult
-from ronde.launch.job import Job, SshOptions
+from ronde.launch.driver.host_source import HostSource
+from ronde.launch.job import Job, SshOptions, load_settings, make_elastic_limits
 from ronde.launch.output.printer import Printer, standard_output_options
 from ronde.launch.output.terminal import open_standard_streams
 from ronde.launch.placement import format_hosts, hosts_or_localhost, parse_hosts, read_hostfile
-from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
 
-NO_ELASTIC = "elastic mode is not part of ronde-horovod yet; leave --min-np, --max-np and --host-discovery-script away"
 USAGE_EXIT_CODE = 2
 
 _CHOSEN = "the algorithm is chosen by message size and hosts"
 _NOT_TUNED = "there is nothing to tune while training; `ronde bench` measures a machine"
-_NOT_ELASTIC = "it is for elastic mode"
+_NOT_ELASTIC = "the job is not elastic; --min-np or --host-discovery-script makes it so"
 _BOUND = "use `ronde run --bind core` to bind processes to cores"
 
 WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
@@ -47,10 +48,6 @@ WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
     "autotune_steps_per_sample": ("--autotune-steps-per-sample", _NOT_TUNED),
     "autotune_bayes_opt_max_samples": ("--autotune-bayes-opt-max-samples", _NOT_TUNED),
     "autotune_gaussian_process_noise": ("--autotune-gaussian-process-noise", _NOT_TUNED),
-    "slots": ("--slots-per-host", _NOT_ELASTIC),
-    "elastic_timeout": ("--elastic-timeout", _NOT_ELASTIC),
-    "reset_limit": ("--reset-limit", _NOT_ELASTIC),
-    "cooldown_range": ("--blacklist-cooldown-range", _NOT_ELASTIC),
     "mpi_threads_disable": ("--mpi-threads-disable", "MPI's threads are not needed"),
     "mpi_args": ("--mpi-args", "processes are started by ronde, not by mpirun"),
     "binding_args": ("--binding-args", _BOUND),
@@ -60,6 +57,15 @@ WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
     "use_jsrun": ("--jsrun", "processes are started by ronde over ssh"),
 }
 """Flags that are accepted for old scripts, and why they have no effect."""
+
+ONLY_ELASTIC: dict[str, tuple[str, str]] = {
+    "max_num_proc": ("--max-np", _NOT_ELASTIC),
+    "slots": ("--slots-per-host", _NOT_ELASTIC),
+    "elastic_timeout": ("--elastic-timeout", _NOT_ELASTIC),
+    "reset_limit": ("--reset-limit", _NOT_ELASTIC),
+    "cooldown_range": ("--blacklist-cooldown-range", _NOT_ELASTIC),
+}
+"""Flags without effect in a job that is not elastic."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -136,32 +142,40 @@ def _run(args: argparse.Namespace) -> int:
 
 def no_effect_messages(args: argparse.Namespace) -> list[str]:
     """One line for each flag that was given and changes nothing. A 0 is a value, a switch that is off is not."""
-    given = {name: getattr(args, name, None) for name in WITHOUT_EFFECT}
+    known = WITHOUT_EFFECT if is_elastic(args) else {**WITHOUT_EFFECT, **ONLY_ELASTIC}
+    given = {name: getattr(args, name, None) for name in known}
     return [
         f"{flag} has no effect: {why}"
-        for name, (flag, why) in WITHOUT_EFFECT.items()
+        for name, (flag, why) in known.items()
         if given[name] is not None and given[name] is not False
     ]
 
 
+def is_elastic(args: argparse.Namespace) -> bool:
+    """Whether the number of processes may change while the job runs."""
+    return args.min_num_proc is not None or bool(args.host_discovery_script)
+
+
 def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mapping[str, str], call: bytes = b"") -> Job:
     """The job that the options describe. `environ` is the environment of the caller."""
-    if args.min_num_proc is not None or args.max_num_proc is not None or args.host_discovery_script:
-        raise ValueError(NO_ELASTIC)
     # Options without effect were reported as flags: as variables they would be reported again.
     wanted = config_parser.set_env_from_args({}, args)
     given = {name: text for name, text in wanted.items() if name not in variables.WITHOUT_EFFECT}
     if args.tcp_flag:
         given["NCCL_IB_DISABLE"] = "1"
     hosts = parse_hosts(args.hosts) if args.hosts else ()
-    # The driver hosts the coordinator, so it has to know what the variables ask for, as the processes do. What an outer
-    # job has set is not for this one.
-    of_an_outer_job = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
-    own = {name: text for name, text in {**environ, **given}.items() if name not in of_an_outer_job}
-    return Job(
+    elastic = is_elastic(args)
+    if elastic:
+        given["HOROVOD_ELASTIC"] = "1"
+        if args.elastic_timeout is not None:
+            given["HOROVOD_ELASTIC_TIMEOUT"] = str(args.elastic_timeout)
+    # The driver hosts the coordinator, so it has to know what the variables ask for, as the processes do.
+    own = {**environ, **given}
+    settings = load_settings(variables.settings_from(own), own, is_elastic=elastic)
+    job = Job(
         command=command,
         num_ranks=args.num_proc,
-        hosts=read_hostfile(args.hostfile) if args.hostfile else hosts,
+        hosts=read_hostfile(args.hostfile) if args.hostfile and not elastic else hosts,
         ssh=SshOptions(
             port=args.ssh_port or 0,
             identity=args.ssh_identity_file or "",
@@ -169,9 +183,38 @@ def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mappin
             start_s=float(args.start_timeout),
         ),
         env=given,
-        settings=Settings.load(variables.settings_from(own), own),
+        settings=settings,
         pickled_call=call,
+        limits=make_elastic_limits(
+            settings,
+            args.num_proc,
+            min_np=args.min_num_proc,
+            max_np=_max_processes(args),
+            reset_limit=args.reset_limit,
+        )
+        if elastic
+        else None,
     )
+    return replace(job, cooldown_s=tuple(args.cooldown_range)) if elastic and args.cooldown_range else job
+
+
+def _max_processes(args: argparse.Namespace) -> int | None:
+    """The most processes of an elastic job: without --max-np as many as its hosts have slots, as in Horovod. None for
+    as many as are started, if there are no hosts but this machine."""
+    if args.max_num_proc is not None:
+        return int(args.max_num_proc)
+    return sys.maxsize if args.hosts or args.hostfile or args.host_discovery_script else None
+
+
+def make_host_source(args: argparse.Namespace) -> HostSource | None:
+    """What says which hosts an elastic job may use; None if they never change."""
+    slots_per_host = 1 if args.slots is None else args.slots
+    if args.host_discovery_script:
+        # A shell also runs a script without `#!`, as Horovod does.
+        return DiscoveryScript(shlex.join(["/bin/sh", "-c", args.host_discovery_script]), slots_per_host=slots_per_host)
+    if args.hostfile and is_elastic(args):
+        return WatchedHostfile(args.hostfile, slots_per_host=slots_per_host)
+    return None
 
 
 def run_job(job: Job, args: argparse.Namespace) -> JobResult:
@@ -186,7 +229,7 @@ def run_job(job: Job, args: argparse.Namespace) -> JobResult:
         output_dir=args.output_filename or "",
     )
     with contextlib.closing(Printer(target, num_ranks=job.num_ranks, options=options)) as printer:
-        return Driver(job, printer).run()
+        return Driver(job, printer, host_source=make_host_source(args)).run()
 
 
 def check_build() -> str:
@@ -294,7 +337,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, help="most processes")
     add("--slots-per-host", dest="slots", type=int, help="slots of hosts without a number")
     add("--elastic-timeout", type=int, help="seconds to wait for enough hosts")
-    add("--reset-limit", type=int, help="most restarts")
+    add("--reset-limit", type=int, help="how often the job may go on after it has lost processes")
     cooldown: dict[str, Any] = {"dest": "cooldown_range", "type": int, "nargs": 2, "metavar": ("LEAST", "MOST")}
     add("--blacklist-cooldown-range", **cooldown, help="seconds before a failed host is tried again")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.util import check_extension
+from horovod.torch import elastic as elastic  # hvd.elastic
 from horovod.torch.compression import Compression
 from horovod.torch.functions import (
     allgather_object,
@@ -28,10 +29,3 @@ __all__ = [
     "broadcast_parameters",
     "check_extension",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Raise AttributeError with a hint for what ronde-horovod does not have yet."""
-    if name == "elastic":
-        raise AttributeError("hvd.elastic is not part of ronde-horovod yet; run the script without elastic mode")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from ronde.comm.buffers import Array
 from ronde.torch.tensors import tensor_view
 from ronde.training.adapter import ParameterInfo
-from ronde.training.buckets import GradientBucket
+from ronde.training.bucket_assignment import GradientBucket
 from ronde.training.compression import BucketEncoder, WireArray
 
 
@@ -60,8 +60,9 @@ class Compression:
 class CompressorCodec:
     """A Compressor as a Codec. compress() must return the same size and dtype in every step."""
 
-    def __init__(self, compressor: type[Compressor]) -> None:
-        self.name = f"{compressor.__module__}.{compressor.__qualname__}"
+    def __init__(self, compressor: type[Compressor] | Compressor) -> None:
+        kind = compressor if isinstance(compressor, type) else type(compressor)
+        self.name = f"{kind.__module__}.{kind.__qualname__}"
         self._compressor = compressor
 
     def open(self, bucket: GradientBucket, parameters: Sequence[ParameterInfo]) -> BucketEncoder | None:
@@ -72,7 +73,7 @@ class _CompressorEncoder:
     """Has one wire for each gradient."""
 
     def __init__(
-        self, compressor: type[Compressor], bucket: GradientBucket, parameters: Sequence[ParameterInfo]
+        self, compressor: type[Compressor] | Compressor, bucket: GradientBucket, parameters: Sequence[ParameterInfo]
     ) -> None:
         self._compressor = compressor
         self._dtype = bucket.dtype

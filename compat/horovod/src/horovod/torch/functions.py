@@ -13,6 +13,7 @@ import ronde.torch
 from horovod.common.exceptions import translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.mpi_ops import broadcast_async_, running_group, synchronize
+from ronde.training.agreement import check_equal
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
@@ -57,12 +58,16 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's object; on the root it is the object itself."""
+    """The root's object; on the root it is the object itself. All processes give the same name, or none."""
     with translate_errors():
-        return ronde.objects.broadcast(obj, root=root_rank, group=running_group(process_set))
+        group = running_group(process_set)
+        check_equal(group, "the name of hvd.broadcast_object", [repr(name)])
+        return ronde.objects.broadcast(obj, root=root_rank, group=group)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all ranks, by rank."""
+    """The objects of all ranks, by rank. All processes give the same name, or none."""
     with translate_errors():
-        return ronde.objects.allgather(obj, group=running_group())
+        group = running_group()
+        check_equal(group, "the name of hvd.allgather_object", [repr(name)])
+        return ronde.objects.allgather(obj, group=group)

@@ -121,7 +121,7 @@ class HandleManager:
 
     def __init__(self) -> None:
         self._works: dict[int, tuple[TensorWork, Callable[[Any], Any] | None]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
         self._handle_counter = itertools.count(1)
         self._name_counters: dict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
@@ -339,7 +339,7 @@ def grouped_allgather_async(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start to broadcast the root's tensor into a new one. root_rank is a rank of the job."""
+    """Start to broadcast the root's tensor into a new one. root_rank is a rank of the world."""
     return _start("broadcast", name, process_set, broadcast_tensors, [tensor], [None], root_rank, finish=_first)
 
 
@@ -709,6 +709,12 @@ def init(*args: object, **kwargs: object) -> None:
 def shutdown() -> None:
     """Leave the job. Does nothing before init(), which may be called again."""
     _basics.shutdown()
+    _handles.reset()
+
+
+def rejoin() -> None:
+    """Join the next round of an elastic job; see HorovodBasics.rejoin."""
+    _basics.rejoin()
     _handles.reset()
 
 

@@ -8,10 +8,13 @@ and Adasum of all processes' changes is added to the parameters.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -24,11 +27,15 @@ from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.common.util import split_list
 from horovod.torch.compression import Compression, Compressor, CompressorCodec, FP16Compressor, NoneCompressor
 from horovod.torch.mpi_ops import OPS, Adasum, Average, Sum, _basics, allreduce_async_, synchronize
+from ronde.comm.world import current_world
 from ronde.torch import Distributed
 from ronde.training.adapter import BackwardPass
 from ronde.training.compression import Codec
 
 H = TypeVar("H", bound=Hashable)
+
+_distributed_optimizers: list[weakref.ref[Optimizer]] = []
+"""Those of this process that average gradients, in the order in which they were made, which is the same on all."""
 
 
 class WrappedOptimizer(Optimizer):
@@ -68,7 +75,7 @@ def _optimizer_class(base: type, plain: type) -> type:
 class AdasumOptimizer(WrappedOptimizer):
     """What DistributedOptimizer(op=hvd.Adasum) adds to an optimizer's class."""
 
-    _compression: type[Compressor]
+    _compression: type[Compressor] | Compressor
     backward_passes_per_step = 1
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -107,7 +114,7 @@ CODECS: dict[type[Compressor], str | None] = {NoneCompressor: None, FP16Compress
 def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] | None = Compression.none,
+    compression: type[Compressor] | Compressor | None = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -144,10 +151,11 @@ def DistributedOptimizer(
         "_parameter_names": {param: name for name, param in named},
     }
     plain: Any = type(optimizer)
+    may_have_peers = _basics.size() > 1 or current_world().settings.elastic
     if op == Adasum:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum works with all processes, not with a process set")
-        if _basics.size() > 1:
+        if may_have_peers:
             optimizer.__class__ = _optimizer_class(AdasumOptimizer, plain)
             vars(optimizer).update(
                 attributes, _compression=compression, backward_passes_per_step=backward_passes_per_step
@@ -170,11 +178,29 @@ def DistributedOptimizer(
     result.__class__ = _optimizer_class(HorovodOptimizer, plain)
     vars(result).update(attributes)
     result._reducers.broadcast_call = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+    takes_part = bool(process_set.included()) and may_have_peers
+    result._makes_zero_gradients = takes_part and not isinstance(optimizer, torch.optim.SparseAdam)
+    result.register_step_pre_hook(_after_synchronize)
     training_step = result._reducers.training_step
     training_step.backward_pass = _TranslatingBackwardPass(training_step.backward_pass)
     if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
         result.register_step_pre_hook(_make_sparse)
+    _distributed_optimizers.append(weakref.ref(result, _distributed_optimizers.remove))
     return result
+
+
+def reset_optimizers() -> None:
+    """Let all optimizers of this process go on in a new round. ValueError if the process set of one is gone."""
+    for reference in tuple(_distributed_optimizers):
+        optimizer: Any = reference()
+        if optimizer is not None:
+            optimizer.reset()
+
+
+def _after_synchronize(optimizer: HorovodOptimizer, args: object, kwargs: object) -> None:
+    """Called by step() behind the hook that averages gradients."""
+    if optimizer._should_synchronize:
+        optimizer._make_zero_gradients()
 
 
 def _make_sparse(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -189,6 +215,7 @@ class HorovodOptimizer(WrappedOptimizer, Distributed):
 
     _synchronized = False
     _should_synchronize = True
+    _makes_zero_gradients = False
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -201,7 +228,18 @@ class HorovodOptimizer(WrappedOptimizer, Distributed):
         """Average the gradients, if backward() has not done so. Collective."""
         with translate_errors():
             super().synchronize()
+        self._make_zero_gradients()
         self._synchronized = True
+
+    def _make_zero_gradients(self) -> None:
+        """Give zeros to parameters that no process has used, as Horovod does: weight decay and momentum change them."""
+        if not self._makes_zero_gradients:
+            return
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(map(is_, map(attrgetter("grad"), params), repeat(None))):
+            for param in params:
+                if param.requires_grad and param.grad is None:
+                    param.grad = torch.zeros_like(param)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -248,8 +286,8 @@ class _TranslatingBackwardPass:
         return self._backward.is_nested(on_resume)
 
 
-def _codec_for(compression: type[Compressor]) -> str | Codec | None:
-    if compression in CODECS:
+def _codec_for(compression: type[Compressor] | Compressor) -> str | Codec | None:
+    if isinstance(compression, type) and compression in CODECS:
         return CODECS[compression]
     if not callable(getattr(compression, "compress", None)) or not callable(getattr(compression, "decompress", None)):
         raise ValueError(
@@ -279,7 +317,9 @@ def _named_parameters(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] 
     if unnamed:
         raise ValueError(f"named_parameters does not name {unnamed} of the optimizer's parameters")
     mine = {id(param) for param in params}
-    return [(name, param) for name, param in named if id(param) in mine]
+    # One name for each, the same in whatever order the processes give them.
+    chosen = {id(param): name for name, param in sorted(named, key=itemgetter(0)) if id(param) in mine}
+    return [(name, param) for name, param in named if chosen.get(id(param)) == name]
 
 
 def _parameter_groups(

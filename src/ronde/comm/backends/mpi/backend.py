@@ -96,7 +96,7 @@ class MpiBackend:
         group.Free()
         return MpiChannel(spec, comm, self._closed_channels.append)
 
-    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> None:
+    def open_announced_channel(self, spec: ChannelSpec, deadline: Deadline) -> None:
         return None  # members share no memory that they could announce calls in
 
     def rank_lost(self, rank: int, why: str) -> None:

@@ -83,7 +83,9 @@ def match_collective(data: bytes | bytearray, members: Sequence[int]) -> CallHea
     alike = all(header[:-1] == first[:-1] for header in asking)
     joinable = first.kind == OperationKind.ALLREDUCE and can_be_joined(DType(first.dtype), Op(first.op))
     if not alike or (len(asking) < len(headers) and not joinable):
-        raise mismatch_error({rank: header.text() for rank, header in zip(members, headers, strict=True)})
+        asked = dict(zip(members, headers, strict=True))
+        joined = tuple(rank for rank, header in asked.items() if header.kind == OperationKind.JOIN)
+        raise mismatch_error({rank: header.text() for rank, header in asked.items()}, joined)
     return first
 
 
@@ -283,7 +285,7 @@ class MpiChannel:
         current = self._queue.current
         if current is None:
             return None
-        return CurrentCall(current.call.description, current.start_ns, current.missing())
+        return CurrentCall(current.call.kind, current.call.description, current.start_ns, current.missing())
 
     def rank_lost(self, rank: int, why: str) -> None:
         self.abort(lost_rank=rank, why=why)

@@ -190,6 +190,8 @@ class FailureDetector:
         return now - self._first_final_notice_at >= LOSS_REASON_S
 
     def _make_error(self, call: Call, lost_rank: int, why: str) -> RondeError:
+        if lost_rank == self.rank:  # it cannot go on itself
+            return RondeError(f"{call.description} failed on rank {self.rank}: {why}")
         if lost_rank >= 0:
             return PeerLost(rank=self.rank, peer=lost_rank, op=call.description, why=why)
         return RoundEnded(f"{call.description} cannot finish: {why}")

@@ -465,8 +465,8 @@ class MpiMessageChannel:
         message = self._endpoint.current_message(self._context)
         if message is None:
             return None
-        peer = message.asked.peer
-        return CurrentCall(message.asked.description, message.start_ns, () if peer < 0 else (peer,))
+        asked, peer = message.asked, message.asked.peer
+        return CurrentCall(asked.kind, asked.description, message.start_ns, () if peer < 0 else (peer,))
 
     def rank_lost(self, rank: int, why: str) -> None:
         self._endpoint.rank_lost(rank, why)

@@ -31,7 +31,7 @@ class ScratchBuffer {
   uint64_t size_ = 0;
 };
 
-struct Group {
+struct CallContext {
   const Topology& topology;
   SharedSegment* segment;  // null for the only member of a host
   HostBarrier& barrier;

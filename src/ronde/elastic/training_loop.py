@@ -1,0 +1,167 @@
+"""The loop around a training function that lets it survive changes of the ranks: ronde.elastic.run()."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn, TypeVar, overload
+
+from ronde.comm.world import current_world, is_initialized, leave, rejoin
+from ronde.elastic.state import RoundChange, State, count_progress
+from ronde.errors import JobFinished, PeerLost, RoundEnded, StateLost
+from ronde.net.messages import LeaveReason
+from ronde.observe.events import RoundChanged
+
+_Result = TypeVar("_Result")
+
+logger = logging.getLogger("ronde.elastic")
+
+
+@overload
+def run(train: Callable[..., _Result]) -> Callable[..., _Result | None]: ...
+
+
+@overload
+def run(train: Callable[..., _Result], state: State, *args: Any, **kwargs: Any) -> _Result | None: ...
+
+
+def run(train: Callable[..., Any], state: State | None = None, *args: Any, **kwargs: Any) -> Any:  # train's result
+    """Call train(state, …) and return its result. When ranks are lost, leave or come meanwhile, go on with those that
+    are there: give all of them the same state, and call train again. Also a decorator of train.
+
+    train begins where the state says: at its epoch, at the position of its sampler. It marks the end of every step, by
+    `sampler.track()` or State.end_step(). All ranks have to come to its end. None is returned on a rank that comes when
+    the others have finished.
+
+    SIGTERM lets this rank leave after the step under way, and raises SystemExit(0); a second one ends the process at
+    once. Errors that no loss of a rank has caused are raised, also OperationTimeout.
+    """
+    if state is None:
+
+        @functools.wraps(train)
+        def run_train(state: State, *args: Any, **kwargs: Any) -> Any:
+            return run(train, state, *args, **kwargs)
+
+        return run_train
+    if not isinstance(state, State):
+        raise TypeError(f"ronde.elastic.run() needs a ronde.elastic.State, got {type(state).__name__}")
+    world = current_world("ronde.elastic.run()")
+    # In a job that cannot do without this rank, the launcher's SIGTERM means the end of all.
+    with TerminationSignal(is_handled=world.can_rejoin or world.size == 1) as termination:
+        return _run(functools.partial(train, state, *args, **kwargs), state, termination)
+
+
+def _run(train: Callable[[], Any], state: State, termination: TerminationSignal) -> Any:
+    needs_round = current_world("ronde.elastic.run()").is_candidate
+    noticed_ns, why = time.monotonic_ns(), "it is new"
+    result = None
+    while True:
+        try:
+            if needs_round:
+                with termination.at_once():
+                    rejoin(progress=count_progress(state))
+                joined_ns = time.monotonic_ns()
+                state.reset()
+            state.sync()
+            if needs_round:
+                _record_change(why, noticed_ns, joined_ns)
+            result = train()
+            current_world("the end of ronde.elastic.run()").finish()
+            return result
+        except JobFinished:
+            logger.info("the others have finished the job")
+            return result
+        except StateLost as error:
+            logger.warning("%s: this process ends, and is started again", error)
+            raise SystemExit(0) from None
+        except RoundChange:
+            noticed_ns, why = time.monotonic_ns(), "ranks come or go"
+        except Exception as error:
+            if not is_loss(error):
+                if not termination.has_come:
+                    raise
+                # SIGTERM to a process group ends the workers of a data loader, too; then the step cannot be finished.
+                logger.warning("leaving in the middle of a step, told to end by SIGTERM: %s", error)
+                leave_preempted()
+            noticed_ns, why = time.monotonic_ns(), str(error)
+            # Without the rank of this process and its operation: so `ronde run` shows equal lines of all ranks once.
+            lost = f"rank {error.peer} is lost ({error.why})" if isinstance(error, PeerLost) else str(error)
+            logger.warning("%s; training goes on", lost)
+            state.undo_step()
+        if termination.has_come:
+            leave_preempted()
+        needs_round = True
+
+
+def _record_change(why: str, noticed_ns: int, joined_ns: int) -> None:
+    world = current_world()
+    times = {"at_ns": time.monotonic_ns(), "noticed_ns": noticed_ns, "joined_ns": joined_ns}
+    world.recorder.record_event(RoundChanged(rank=world.rank, size=world.size, why=why, **times))
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether the error, or the one from which user code has raised it, says that this round has lost a rank or is
+    over. An operation in a group of an earlier round also ends with RoundEnded; another round would not mend that."""
+    found = error if isinstance(error, RoundEnded) else error.__cause__
+    if not isinstance(found, RoundEnded) or not is_initialized():
+        return False
+    world = current_world()
+    return world.can_rejoin and (isinstance(found, PeerLost) or world.is_over)
+
+
+def leave_preempted() -> NoReturn:
+    """Leave the job in good order, at a step end, because this process was told to end: the others go on without it."""
+    leave(LeaveReason.PREEMPTED, "it was told to end by SIGTERM")
+    raise SystemExit(0)
+
+
+class TerminationSignal:
+    """A context in which SIGTERM lets all ranks leave the round at the end of the step, so that this one can go. A
+    second SIGTERM ends the process. In another thread than the main one it does nothing."""
+
+    def __init__(self, *, is_handled: bool) -> None:
+        self.has_come = False
+        """Whether this rank is to leave."""
+        self._pid = os.getpid()
+        self._is_handled = is_handled
+        self._ends_at_once = False
+        self._former: Any = None  # as signal.getsignal() has it
+
+    def __enter__(self) -> TerminationSignal:
+        is_main = threading.current_thread() is threading.main_thread()
+        # Without a former handler that Python knows, nothing could be restored.
+        if self._is_handled and is_main and signal.getsignal(signal.SIGTERM) is not None:
+            self._former = signal.signal(signal.SIGTERM, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._former is not None:
+            signal.signal(signal.SIGTERM, self._former)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """While this rank is in no round, it need not wait for the end of a step to go."""
+        self._ends_at_once = True
+        try:
+            if self.has_come:  # since it was looked at
+                raise SystemExit(0)
+            yield
+        finally:
+            self._ends_at_once = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.has_come or os.getpid() != self._pid:  # a forked child is no rank
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.has_come = True
+        if self._ends_at_once:
+            raise SystemExit(0)
+        if is_initialized():
+            current_world().change_wanted = True

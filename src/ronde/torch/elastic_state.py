@@ -1,0 +1,487 @@
+"""The parts of an elastic State that are objects of PyTorch: models, optimizers, schedulers, scalers, samplers, and the
+random numbers. Importing ronde.torch registers them.
+
+A forward pass changes buffers and draws random numbers, and a backward pass adds to gradients. All of that returns to
+the end of the last finished step when a rank is lost. Parameters and the state of optimizers change only when an
+optimizer steps, so only commit() copies them.
+"""
+
+from __future__ import annotations
+
+import _random
+import random
+import sys
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.cuda.amp import GradScaler  # where it is in every version, for the CPU, too
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ronde.comm import objects
+from ronde.comm.buffers import Array
+from ronde.comm.world import current_world
+from ronde.elastic.state import State, StatefulPart, StatePart, register_common_part, register_part
+from ronde.torch.broadcast_state import (
+    Skeleton,
+    fill_skeleton,
+    make_skeleton,
+    set_state,
+    sync_optimizer_state,
+    sync_parameters,
+)
+from ronde.torch.elastic_sampler import ElasticBatchSampler
+from ronde.torch.optimizer import Distributed, OptimizerReducers
+from ronde.training.sample_sharding import SamplePosition
+
+# end_step() is called in every step, so it is written without loops and calls in Python where that is possible.
+
+_BufferPlace: TypeAlias = tuple[dict[str, Any], str]
+"""Where a module keeps a buffer: the dictionary and the name. A forward pass may put another tensor there."""
+
+
+class ModulePart(StatePart):
+    """A model: its parameters and buffers. Parameters change when an optimizer steps, which cannot be undone. But those
+    of a model without an optimizer in the State, such as an average of weights, change in any other way and are kept at
+    every step end."""
+
+    def __init__(self, module: nn.Module, state: State) -> None:
+        self._module = module
+        self._state = state
+        self._unoptimized: list[Tensor] | None = None
+        """The parameters that are kept. Found out at the first step end, when the State is complete."""
+        self._kept_parameters: list[Tensor] = []
+        self._buffer_places: list[_BufferPlace] = []
+        self._buffer_homes: Sequence[dict[str, Any]] = ()
+        self._buffer_names: Sequence[str] = ()
+        self._buffers: list[Tensor] = []
+        """What was there at the last step end. Kept alive, so that no other tensor gets the identity of one of them."""
+        self._kept_buffers: list[Tensor] = []
+        self._keep_new_buffers()
+
+    def commit(self) -> _ModuleCopy:
+        parameters: list[Tensor] = list(self._module.parameters())
+        places = self._find_buffers()
+        return _ModuleCopy(
+            parameters, [_copy(each) for each in parameters], places, [_copy(home[name]) for home, name in places]
+        )
+
+    def restore(self, committed: _ModuleCopy) -> None:
+        _copy_tensors(committed.parameters, committed.values)
+        _put_back_buffers(committed.buffer_places, committed.buffers)
+
+    def end_step(self) -> None:
+        if self._unoptimized is None:
+            self._unoptimized = self._find_unoptimized()
+            self._kept_parameters = list(map(_copy, self._unoptimized))
+        elif self._unoptimized:
+            _copy_tensors(self._kept_parameters, self._unoptimized)
+        buffers = self._buffers
+        if not buffers:
+            return
+        if all(map(is_, map(dict.get, self._buffer_homes, self._buffer_names), buffers)):
+            _copy_tensors(self._kept_buffers, buffers)
+        else:
+            self._keep_new_buffers()
+
+    def undo_step(self) -> None:
+        _copy_tensors(self._unoptimized or [], self._kept_parameters)
+        _put_back_buffers(self._buffer_places, self._kept_buffers)
+
+    def sync(self, givers: Sequence[int]) -> None:
+        sync_parameters(self._module, givers, current_world().group)
+
+    def _find_unoptimized(self) -> list[Tensor]:
+        parameters: list[Tensor] = list(self._module.parameters())
+        optimizers = (each for each in self._state._objects.values() if isinstance(each, Optimizer))
+        optimized = {
+            id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
+        }
+        return [] if any(id(each) in optimized for each in parameters) else parameters
+
+    def _keep_new_buffers(self) -> None:
+        self._buffer_places = self._find_buffers()
+        self._buffer_homes, self._buffer_names = (
+            zip(*self._buffer_places, strict=True) if self._buffer_places else ((), ())
+        )
+        self._buffers = [home[name] for home, name in self._buffer_places]
+        self._kept_buffers = list(map(_copy, self._buffers))
+
+    def _find_buffers(self) -> list[_BufferPlace]:
+        found: dict[int, _BufferPlace] = {}
+        for module in self._module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    found.setdefault(id(buffer), (module._buffers, name))
+        return list(found.values())
+
+
+class _ModuleCopy(NamedTuple):
+    parameters: list[Tensor]
+    values: list[Tensor]
+    buffer_places: list[_BufferPlace]
+    buffers: list[Tensor]
+
+
+class _OptimizerCopy(NamedTuple):
+    skeleton: Skeleton
+    tensors: list[Tensor]
+
+
+class OptimizerPart(StatePart):
+    """An optimizer: its state and its options. Gradients belong to a step, so they are cleared when one is undone."""
+
+    def __init__(self, optimizer: Optimizer, state: State) -> None:
+        self._optimizer = optimizer
+        self._counter: OptimizerReducers | _StepCounter
+        """Whose num_steps counts the optimizer's steps."""
+        if isinstance(optimizer, Distributed) and optimizer._reducers is not None:
+            self._counter = optimizer._reducers
+        else:
+            self._counter = _StepCounter()
+            optimizer.register_step_post_hook(self._counter.after_step)
+        self._num_steps_kept = 0
+        self._kept_options: list[dict[str, Any]] = []
+        self._has_tensor_options = False
+        self.end_step()
+
+    def commit(self) -> _OptimizerCopy:
+        tensors: list[Tensor] = []
+        skeleton = make_skeleton(self._optimizer, tensors)
+        return _OptimizerCopy(skeleton, list(map(_copy, tensors)))
+
+    def restore(self, committed: _OptimizerCopy) -> None:
+        tensors: list[Tensor] = []
+        state, options = fill_skeleton(committed.skeleton, self._optimizer, tensors)
+        _copy_tensors(tensors, committed.tensors)
+        set_state(self._optimizer, state, options)
+
+    def end_step(self) -> None:
+        self._num_steps_kept = self._counter.num_steps
+        try:
+            # A scheduler may step between two steps. Equal lists of parameters are the same list, as a rule.
+            if not self._has_tensor_options and self._kept_options == self._optimizer.param_groups:
+                return
+        except RuntimeError:  # a tensor is not true or false
+            pass
+        self._keep_options()
+
+    def undo_step(self) -> None:
+        for group, kept in zip(self._optimizer.param_groups, self._kept_options, strict=False):
+            group.update((key, _copy_option(value)) for key, value in kept.items() if key != "params")
+        self._clear_gradients()
+
+    def has_stepped(self) -> bool:
+        return self._counter.num_steps != self._num_steps_kept
+
+    def reset(self) -> None:
+        if isinstance(self._optimizer, Distributed):
+            self._optimizer.reset()
+        self._clear_gradients()
+
+    def sync(self, givers: Sequence[int]) -> None:
+        sync_optimizer_state(self._optimizer, givers, current_world().group)
+
+    def _keep_options(self) -> None:
+        self._kept_options = [dict(group) for group in self._optimizer.param_groups]
+        # A learning rate may be a tensor, which is changed in place.
+        tensors = [(kept, key) for kept in self._kept_options for key in kept if isinstance(kept[key], Tensor)]
+        self._has_tensor_options = len(tensors) > 0
+        for kept, key in tensors:
+            kept[key] = _copy(kept[key])
+
+    def _clear_gradients(self) -> None:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+class _StepCounter:
+    """Counts the steps of an optimizer that is not distributed."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.num_steps += 1
+
+
+class ScalerPart(StatePart):
+    """A GradScaler. It decides that a step is skipped; such a step is finished without a step of an optimizer.
+
+    At a step end its scale is copied where it is: to ask for the number, as state_dict() does, would wait for a GPU.
+    """
+
+    def __init__(self, scaler: Any, state: State) -> None:  # torch.amp.GradScaler, which older versions do not have
+        self._scaler = scaler
+        self._is_enabled = bool(scaler.is_enabled())
+        self._kept: dict[str, Any] = {}
+        self._kept_version = 0
+        self.end_step()
+
+    def commit(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._scaler.state_dict()
+        return state
+
+    def restore(self, committed: dict[str, Any]) -> None:
+        if self._is_enabled:
+            self._scaler.load_state_dict(committed)
+        self.reset()
+
+    def end_step(self) -> None:
+        if self._is_enabled:
+            kept = self._kept = dict(vars(self._scaler))
+            scale, tracker = kept["_scale"], kept["_growth_tracker"]
+            if scale is not None:  # else no loss was scaled yet
+                self._kept_version = scale._version
+                kept["_scale"], kept["_growth_tracker"] = scale.clone(), tracker.clone()
+
+    def undo_step(self) -> None:
+        if not self._is_enabled:
+            return
+        kept = self._kept
+        self.restore(
+            {
+                "scale": kept["_init_scale"] if kept["_scale"] is None else float(kept["_scale"]),
+                "growth_factor": kept["_growth_factor"],
+                "backoff_factor": kept["_backoff_factor"],
+                "growth_interval": kept["_growth_interval"],
+                "_growth_tracker": (
+                    kept["_init_growth_tracker"] if kept["_scale"] is None else int(kept["_growth_tracker"])
+                ),
+            }
+        )
+        scale = self._scaler._scale
+        self._kept_version = 0 if scale is None else scale._version
+
+    def has_stepped(self) -> bool:
+        # update() writes to the scale, also when it stays the same. Before the first loss is scaled there is none.
+        scale = self._scaler._scale if self._is_enabled else None
+        return scale is not None and scale._version != self._kept_version
+
+    def reset(self) -> None:
+        if self._is_enabled:
+            # What it knows of the optimizers in the interrupted step: which of them it has unscaled or stepped.
+            self._scaler._per_optimizer_states.clear()
+
+    def sync(self, givers: Sequence[int]) -> None:
+        given = objects.broadcast(self.commit(), givers[0])
+        if current_world().rank not in givers:
+            self.restore(given)
+
+
+class SamplerPart(StatePart):
+    """The position in the data."""
+
+    def __init__(self, sampler: ElasticBatchSampler, state: State) -> None:
+        self._sampler = sampler
+        sampler.join_state(state)
+        self._state = state
+        self._num_steps = state.steps
+        self._kept = sampler.position
+
+    def commit(self) -> SamplePosition:
+        return self._sampler.position
+
+    def restore(self, committed: SamplePosition) -> None:
+        self._sampler.go_to(committed)
+
+    def end_step(self) -> None:
+        steps = self._state.steps
+        if steps == self._num_steps:  # a commit in the middle of a step
+            self._kept = self._sampler.position
+        else:
+            self._num_steps = steps
+            self._kept = self._sampler.end_step()
+
+    def undo_step(self) -> None:
+        self._sampler.go_to(self._kept)
+
+    def sync(self, givers: Sequence[int]) -> None:
+        self._sampler.go_to(SamplePosition(*objects.broadcast(tuple(self._sampler.position), givers[0])))
+
+
+class RandomNumbersPart(StatePart):
+    """The random numbers of PyTorch, NumPy and Python. Every rank has its own."""
+
+    def __init__(self, state: State) -> None:
+        self._numpy = _NumpyRandomNumbers()
+        self._python = _PythonRandomNumbers()
+        self._kept: tuple[Any, ...] = ()
+        self.end_step()
+
+    def commit(self) -> tuple[Any, ...]:
+        return torch.default_generator.get_state(), _get_device_states(), self._numpy.get_state(), random.getstate()
+
+    def restore(self, committed: tuple[Any, ...]) -> None:
+        on_cpu, on_devices, of_numpy, of_python = committed
+        torch.set_rng_state(on_cpu)
+        if on_devices:
+            torch.cuda.set_rng_state_all(on_devices)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+    def end_step(self) -> None:
+        self._kept = (
+            torch.default_generator.get_state(),
+            _get_device_states() if _MAY_HAVE_DEVICES else (),
+            self._numpy.get_state(),
+            self._python.keep(),
+        )
+
+    def undo_step(self) -> None:
+        *others, of_python = self._kept
+        self.restore((*others, self._python.state_of(of_python)))
+
+    def sync(self, givers: Sequence[int]) -> None:
+        pass  # every rank goes on with its own
+
+
+_MAY_HAVE_DEVICES = torch.backends.cuda.is_built()
+
+
+def _get_device_states() -> Sequence[Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+
+
+# The generators of Python and NumPy are Mersenne Twisters, whose states take long to read. Whether numbers were drawn
+# is seen where the states lie: a draw changes the position, and after 624 draws, when it may be the same again, all
+# words are new. So it is enough to look at the position and the words beside it.
+NUM_WORDS = 625
+"""Of a Mersenne Twister: 624 and the position among them."""
+NUM_WATCHED = 16
+"""So many words are compared."""
+
+
+class _PythonRandomNumbers:
+    """Python's own random numbers. random.getstate() makes 625 numbers, which takes too long for every step."""
+
+    def __init__(self) -> None:
+        self._generator: random.Random = random.getstate.__self__  # type: ignore[attr-defined] # a bound method
+        self._words = words = _find_python_words(self._generator)
+        self._watched = None if words is None else words[:NUM_WATCHED]  # the position is the first
+        self._kept_watched = b""
+        self._kept_words = b""
+
+    def keep(self) -> tuple[Any, ...]:
+        """What state_of() makes the present state of."""
+        if self._watched is None or self._words is None:
+            return random.getstate()
+        watched = self._watched.tobytes()
+        if watched != self._kept_watched:
+            self._kept_watched, self._kept_words = watched, self._words.tobytes()
+        return self._kept_words, self._generator.gauss_next  # type: ignore[attr-defined] # of random.Random
+
+    def state_of(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The state as random.getstate() returned it when keep() was called."""
+        if self._words is None:
+            return kept
+        data, gauss_next = kept
+        return _python_state(np.frombuffer(data, np.uint32), gauss_next)
+
+
+def _python_state(words: Array, gauss_next: float | None) -> tuple[Any, ...]:
+    position, *numbers = words.tolist()
+    return random.Random.VERSION, (*numbers, position), gauss_next
+
+
+def _find_python_words(generator: random.Random) -> Array | None:
+    """The state of Python's generator where it lies: the position and 624 words. None if this Python has it elsewhere;
+    then random.getstate() has to be asked."""
+    if sys.implementation.name != "cpython" or _random.Random.__basicsize__ < object.__basicsize__ + 4 * NUM_WORDS:
+        return None
+    words = _view_words(id(generator) + object.__basicsize__)
+    return words if _python_state(words, None)[1] == generator.getstate()[1] else None
+
+
+class _NumpyRandomNumbers:
+    """NumPy's own random numbers. Their state takes NumPy 0.1 ms to return, so it is asked for only if numbers were
+    drawn."""
+
+    def __init__(self) -> None:
+        self._generator: object = None
+        self._watched: Array | None = None
+        self._kept_watched = b""
+        self._state: Any = None
+
+    def get_state(self) -> Any:
+        """As np.random.get_state()."""
+        generator = _get_bit_generator()
+        if generator is not self._generator:
+            self._generator, self._state = generator, None
+            is_known = type(generator) is np.random.MT19937
+            # The position is the last.
+            self._watched = _view_words(generator.ctypes.state_address)[-NUM_WATCHED:] if is_known else None
+        if self._watched is None:
+            return np.random.get_state()
+        watched = self._watched.tobytes()
+        # If it has a second number of a normal distribution in store, that may have been drawn, and no word tells.
+        if self._state is None or watched != self._kept_watched or self._state[HAS_GAUSS]:
+            self._state, self._kept_watched = np.random.get_state(), watched
+        return self._state
+
+
+HAS_GAUSS = 3
+"""Index in np.random.get_state()."""
+
+_get_bit_generator: Callable[[], Any] = getattr(
+    np.random, "get_bit_generator", lambda: np.random.mtrand._rand._bit_generator
+)
+"""The generator of np.random.rand() and its like; NumPy has a function for it from 1.24 on."""
+
+
+class _MemoryWords:
+    def __init__(self, address: int) -> None:
+        self.__array_interface__ = {"data": (address, True), "shape": (NUM_WORDS,), "typestr": "=u4", "version": 3}
+
+
+def _view_words(address: int) -> Array:
+    """The state of a Mersenne Twister where it lies, read-only."""
+    return np.asarray(_MemoryWords(address))
+
+
+def _copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if not targets:
+        return
+    # As in torch.no_grad(), which calls eight functions in Python.
+    was_enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        torch._foreach_copy_(targets, sources)
+    finally:
+        torch._C._set_grad_enabled(was_enabled)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _put_back_buffers(places: Sequence[_BufferPlace], buffers: Sequence[Tensor]) -> None:
+    """Let buffers have these values again, also where a forward pass has put another tensor, or removed one."""
+    for (home, name), kept in zip(places, buffers, strict=True):
+        buffer = home.get(name)
+        if buffer is not None and buffer.shape == kept.shape and buffer.dtype is kept.dtype:
+            _copy_tensors([buffer], [kept])
+        else:
+            home[name] = kept.clone()
+
+
+def _copy_option(value: Any) -> Any:  # of an optimizer; a learning rate may be a tensor
+    return _copy(value) if isinstance(value, Tensor) else value
+
+
+_PARTS: dict[type, Callable[[Any, State], Any]] = {
+    nn.Module: ModulePart,
+    Optimizer: OptimizerPart,
+    LRScheduler: StatefulPart,  # the rates themselves are options of its optimizer
+    ReduceLROnPlateau: StatefulPart,  # in older versions it is no LRScheduler
+    GradScaler.__mro__[-2]: ScalerPart,  # its base is torch.amp.GradScaler, in versions that have it
+    ElasticBatchSampler: SamplerPart,
+}
+for kind, make in _PARTS.items():
+    register_part(kind, make)
+register_common_part("random numbers", RandomNumbersPart)
