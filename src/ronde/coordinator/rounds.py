@@ -203,7 +203,9 @@ class Round:
         elif type(message) is AbortChannel:
             if message.channel not in self._aborted_channels:  # one report is enough for all
                 self._aborted_channels.add(message.channel)
-                abort = ChannelAborted(message.channel, message.status, message.rank, message.error, message.reason)
+                abort = ChannelAborted(
+                    message.channel, message.status, message.rank, message.error, message.reason, reporter=rank
+                )
                 self._send(self.present - {rank}, abort)
         elif type(message) is MissingRanksQuery:
             ranks = self.negotiator.missing(message.group, message.name)

@@ -173,7 +173,7 @@ class ActivityReport(WorkerMessage, frozen=True):
 
 class AbortChannel(WorkerMessage, frozen=True):
     """An operation has failed on this rank, and its channel with it: the members on other hosts must not wait for it.
-    Its fields are those of ChannelAborted."""
+    Its fields are those of ChannelAborted, without the reporter."""
 
     channel: str
     status: int
@@ -349,6 +349,8 @@ class ChannelAborted(CoordinatorMessage, frozen=True):
     """errno, or 0."""
     reason: str = ""
     """As text for the user; empty if the status says everything."""
+    reporter: int = -1
+    """The rank that has aborted it."""
 
 
 class EndRound(CoordinatorMessage, frozen=True):

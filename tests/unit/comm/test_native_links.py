@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -230,6 +231,20 @@ def test_an_abort_reaches_a_channel_that_is_open_and_one_that_is_opened_later(
     ranks[0].open(later, opened)
     assert now.told == later.told == [(NativeStatus.TIMEOUT, 1, 0, "")]
     assert other.told == []
+
+
+def test_a_link_that_broke_on_the_other_side_first_is_the_loss_of_the_other_rank(
+    ranks: list[LinkedRank], opened: ExitStack
+) -> None:
+    """In an elastic job both can be in the next round; an error of its own would end this rank."""
+    broken, own = NotingChannel(0), NotingChannel(0, "1.ordered")
+    for channel in (broken, own):
+        ranks[0].open(channel, opened)
+    aborted = ChannelAborted("0.ordered", NativeStatus.PEER_LOST, 0, errno.ETIMEDOUT, reporter=1)
+    ranks[0].links.channel_aborted(aborted)
+    ranks[0].links.channel_aborted(ChannelAborted("1.ordered", NativeStatus.PEER_LOST, 0, 0, "cut", reporter=1))
+    assert broken.told == [(NativeStatus.PEER_LOST, 1, errno.ETIMEDOUT, "")]
+    assert own.told == [(NativeStatus.PEER_LOST, 0, 0, "cut")]
 
 
 def test_too_many_open_files_fail_channels_on_which_a_call_waits_for_links(

@@ -74,8 +74,8 @@ def test_the_first_abort_of_a_channel_is_told_to_all_others_and_later_ones_to_no
         assert made.handle(rank, AbortChannel("0.plan.1", 3, 2, 110, "late"), START)
     made.handle(2, AbortChannel("0.ordered", 5, 1), START)
     assert made.advance(START) == [
-        Send((0, 2), ChannelAborted("0.plan.1", 3, 2, 110, "late")),
-        Send((0, 1), ChannelAborted("0.ordered", 5, 1)),
+        Send((0, 2), ChannelAborted("0.plan.1", 3, 2, 110, "late", reporter=1)),
+        Send((0, 1), ChannelAborted("0.ordered", 5, 1, reporter=2)),
     ]
 
 

@@ -100,6 +100,7 @@ COORDINATOR: list[CoordinatorMessage] = [
     RankLost(rank=1, reason="killed"),
     RanksLost(((1, "killed"), (2, "PeerLost: rank 1"))),
     ChannelAborted("0.ordered", 5, -1),
+    ChannelAborted("0.ordered", 5, 1, 110, reporter=2),
     EndRound(reason="rank 0 left"),
     StackRequest(query_id=3),
     StallReport(op="allreduce", group=0, waited_s=31.5, missing=(1,), report="…"),

@@ -181,6 +181,9 @@ class NativeLinks:
 
     def channel_aborted(self, abort: ChannelAborted) -> None:
         """Another member has aborted a channel, which may not be open here yet."""
+        if abort.status == NativeStatus.PEER_LOST and abort.rank == self._topology.rank and not abort.reason:
+            # Its connection with this rank broke. That says no more of this rank than of that one.
+            abort = msgspec.structs.replace(abort, rank=abort.reporter)
         with self._lock:
             self._aborts.setdefault(abort.channel, abort)
             found = self._find_channel(abort.channel)
