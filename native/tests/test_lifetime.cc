@@ -57,10 +57,10 @@ class Pair {
   LinkOpener links_{2, false,
                     [this](uint32_t member, uint32_t peer, rd_link_kind kind, bool opened_here, auto sockets) {
                       std::lock_guard<std::mutex> lock(mutex_);
+                      if (channels_[member] == nullptr) return;
                       std::vector<int> fds;
                       for (auto& socket : sockets) fds.push_back(dup(socket.get()));
-                      if (channels_[member] != nullptr)
-                        rd_open_link(channels_[member], peer, kind, opened_here, fds.data(), uint32_t(fds.size()));
+                      rd_open_link(channels_[member], peer, kind, opened_here, fds.data(), uint32_t(fds.size()));
                     },
                     [this](uint32_t from, const ronde::CallError& error) {
                       std::lock_guard<std::mutex> lock(mutex_);
@@ -198,6 +198,16 @@ TEST(close_ends_all_waits_and_tells_every_callback_once) {
       CHECK_EQ(wait_and_release(work), RD_CLOSED);
     }
   }
+}
+
+TEST(a_member_that_left_before_links_were_open_is_lost) {
+  Pair pair(kTopologies[1]);
+  rd_close(pair[0]);
+  rd_release(pair.take(0));
+  rd_result result;
+  CHECK_EQ(Sum().run(pair[1], &result), RD_PEER_LOST);
+  CHECK_EQ(result.member, 0);
+  CHECK(result.end_ns - result.start_ns < int64_t(kLongS / 2 * 1e9));
 }
 
 TEST(threads_may_come_and_go_while_the_channel_is_closed) {

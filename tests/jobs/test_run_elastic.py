@@ -38,7 +38,7 @@ def finished(done: Result) -> list[str]:
 
 def test_a_worker_that_is_killed_is_started_again_and_joins(tmp_path: Path) -> None:
     words = ("-np", "3", "--min-np", "2", "--timeline", str(tmp_path / "trace.json"))
-    done = train(*words, events=[("worker 1", 12, "kill"), ("rank 0", 36, "await")])
+    done = train(*words, events=[("worker 1", 12, "kill"), ("rank 0", 36, "grow 3")])
     assert finished(done) == ["rank 0 of [3, 2, 3]", "rank 1 of [3, 2, 3]", "rank 2 of [3]"], done
     assert "[3] done as rank 2 of [3]" in done.out, "its number is new"
     lost = "worker 1 on host localhost killed by signal 9 (SIGKILL)"
@@ -118,7 +118,7 @@ def test_a_rank_that_is_lost_while_a_checkpoint_is_restored_does_not_let_others_
 
 
 def test_more_losses_than_the_limit_end_the_job_with_a_clear_error() -> None:
-    events = [("worker 1", 12, "kill"), ("rank 0", 36, "await"), ("worker 2", 42, "kill")]
+    events = [("worker 1", 12, "kill"), ("rank 0", 36, "grow 2"), ("worker 2", 42, "kill")]
     done = train("-np", "2", "--min-np", "1", "--reset-limit", "1", "--grace", str(PATIENCE_S), events=events)
     assert done.code == 1, done
     lines = [line for line in done.summary if not line.startswith("  |")]
@@ -236,6 +236,6 @@ def test_a_function_survives_the_loss_of_a_rank_and_returns_what_the_last_round_
 
         return main()
 
-    events = [("worker 1", 12, "kill"), ("rank 0", 36, "await")]
+    events = [("worker 1", 12, "kill"), ("rank 0", 36, "grow 2")]
     found = ronde.run(train_here, np=2, min_np=1, env=environment(events), operation_s=OPERATION_S)
     assert found == [[2, 1, 2], [2]]

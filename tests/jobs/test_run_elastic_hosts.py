@@ -48,7 +48,7 @@ def test_a_host_that_is_added_joins_and_one_that_is_removed_leaves_in_good_order
 
 def test_a_host_that_is_lost_comes_back_after_its_cooldown(hosts: SshHosts, tmp_path: Path) -> None:
     a, b, _ = hosts.addresses
-    events = [("rank 1", 12, "print ready"), ("rank 1", 12, "await"), ("rank 0", 36, "await")]
+    events = [("rank 1", 12, "print ready"), ("rank 1", 12, "await"), ("rank 0", 36, "grow 2")]
     with start(hosts, "-np", "2", "--min-np", "1", "-H", f"{a},{b}", events=events, folder=tmp_path) as job:
         assert job.read_lines(1) == ["[1] ready"]
         hosts.hang_up(1)

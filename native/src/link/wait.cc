@@ -66,11 +66,20 @@ void CallWait::poll_sockets(const StepResult& result) {
     sockets[2].fd = result.receiving->receiving_socket();
     shared_memory |= !result.receiving->uses_sockets();
   }
+  // A peer that has closed the direction to it, and has not opened the other one, has left the channel. What it sent
+  // before may be on its way in a link that this member is about to get, so it has some time for that.
+  bool is_half_open = result.receiving != nullptr && sockets[2].fd < 0 && result.receiving->sending_socket() >= 0;
+  if (is_half_open && closed_link_ != result.receiving) {
+    sockets[2] = {result.receiving->sending_socket(), POLLRDHUP, 0};
+  } else if (is_half_open && now_ns() - closed_ns_ > kPeerClosedNs) {
+    throw abort_signal_->reason_closed(result.receiving->peer(), 0);
+  }
   int64_t max_ns = shared_memory ? kMixedSleepNs : kMaxSleepNs;
   int64_t limit_ns = std::max<int64_t>(0, std::min(max_ns, deadline_.remaining_ns()));
   timespec limit{time_t(limit_ns / 1000000000), long(limit_ns % 1000000000)};
   int ready = ppoll(sockets, 3, &limit, nullptr);
   if (ready > 0 && sockets[0].revents != 0) abort_signal_->clear_wakeup();
+  if (ready > 0 && is_half_open && sockets[2].revents != 0) closed_link_ = result.receiving, closed_ns_ = now_ns();
   if (ready < 0 || (ready == 0 && !shared_memory)) check_signals();
 }
 

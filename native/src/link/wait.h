@@ -137,6 +137,7 @@ class CallWait {
   static constexpr int64_t kMaxSleepNs = 50'000'000;  // after this, an abort that raced with the sleep is seen
   static constexpr int64_t kMixedSleepNs =
       200'000;  // for a socket and shared memory, which no call can wait for at once
+  static constexpr int64_t kPeerClosedNs = 5'000'000'000;  // for the link of a peer that has closed the one to it
 
   const uint32_t generation_ = fork_generation.load();
   const Topology& topology_;
@@ -146,6 +147,8 @@ class CallWait {
   SpinPolicy policy_;
   std::atomic<int32_t>* waiting_for_;
   std::function<bool()> idle_work_;
+  const Link* closed_link_ = nullptr;  // the last one whose peer has closed the direction to it, and since when
+  int64_t closed_ns_ = 0;
 };
 
 }  // namespace ronde
