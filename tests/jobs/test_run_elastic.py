@@ -218,8 +218,11 @@ def test_a_discovery_script_that_hangs_ends_with_a_killed_driver(tmp_path: Path)
 
 def test_a_job_with_restarts_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
     trains = f"echo from $(cat {tmp_path}/$RANK 2>/dev/null || echo 0); test -e {tmp_path}/$RANK && exit 0; "
-    fails = f"echo 5 > {tmp_path}/$RANK; test $RANK = 1 && exit 3; exec sleep 1000"
-    done = run("-np", "2", "--no-fold", "--restarts", "2", "--grace", "0", "sh", "-c", trains + fails)
+    saves = (
+        f"echo 5 > {tmp_path}/new$RANK; mv {tmp_path}/new$RANK {tmp_path}/$RANK; test $RANK = 0 && exec sleep 1000; "
+    )
+    fails = f"until test -e {tmp_path}/0; do sleep 0.05; done; exit 3"
+    done = run("-np", "2", "--no-fold", "--restarts", "2", "--grace", "0", "sh", "-c", trains + saves + fails)
     assert done.code == 0, done
     assert sorted(done.out.splitlines()) == ["[0] from 0", "[0] from 5", "[1] from 0", "[1] from 5"], done
     assert "[ronde] starting the job again (restart 1 of 2)" in done.err
