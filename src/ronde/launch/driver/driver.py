@@ -167,7 +167,7 @@ class Driver:
     def _run_fixed(self, loop: EventLoop, opened: ExitStack) -> JobResult:
         job, key = self._job, new_job_key()
         agents = self._open_agents(loop, job.used_hosts, opened)
-        network = agents.probe_network(key, count_ports(job))
+        network = agents.probe_network(key, count_ports(job, os.environ))
         if self._stop_requests:
             raise StartCancelled
         coordinator = CoordinatorServer(
