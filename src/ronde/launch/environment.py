@@ -23,7 +23,7 @@ import msgspec
 
 from ronde.launch.job import Job
 from ronde.launch.placement import Placement, bind_cpus
-from ronde.launch.protocol import RankOrder, StartRanks
+from ronde.launch.protocol import PortCounts, RankOrder, StartRanks
 from ronde.net.addresses import format_address
 from ronde.settings import ASSIGNED_BY_LAUNCHER, describe_settings
 
@@ -55,14 +55,14 @@ TF_CONFIG_LAUNCHER = "ronde"
 """The value of "launcher" in a TF_CONFIG of ours; TensorFlow ignores it."""
 
 
-def count_ports(job: Job, environ: Mapping[str, str]) -> tuple[int, ...]:
-    """Return how many free TCP ports the job needs on each host that it uses. `environ` is the driver's environment."""
-    counts = [0] * len(job.used_hosts)
-    counts[0] = NUM_SHARED_PORTS
+def count_ports(job: Job, environ: Mapping[str, str]) -> tuple[PortCounts, ...]:
+    """Return how many TCP ports the job needs on each host that it uses: the shared ones on the first, and one reserved
+    for each rank that gets a TF_CONFIG. `environ` is the driver's environment."""
+    reserved = [0] * len(job.used_hosts)
     if makes_tf_config(job, environ):
         for placement in job.placements:
-            counts[placement.host_index] += 1
-    return tuple(counts)
+            reserved[placement.host_index] += 1
+    return tuple(PortCounts(0 if index else NUM_SHARED_PORTS, count) for index, count in enumerate(reserved))
 
 
 def makes_tf_config(job: Job, environ: Mapping[str, str]) -> bool:
