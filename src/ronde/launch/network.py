@@ -20,6 +20,7 @@ from ronde.net.addresses import PortReservation, candidate_addresses, find_free_
 from ronde.net.connect import ConnectFailed, Connection, connect_authenticated
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
+from ronde.net.open_files import raise_open_files_limit
 from ronde.types import Deadline
 
 LOOPBACK = "127.0.0.1"
@@ -27,6 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 def find_ports(address: str, counts: PortCounts, reservation: PortReservation) -> tuple[int, ...]:
     """Return as many ports of this machine, the reserved ones last."""
+    raise_open_files_limit()
     reserved = reservation.add(address, counts.reserved)
     return (*find_free_ports(address, counts.free), *reserved)
 
