@@ -94,6 +94,13 @@ def test_processes_get_the_variables_that_have_an_effect() -> None:
     assert job(*words.split()).env == {"NCCL_IB_DISABLE": "1", "HOROVOD_LOG_LEVEL": "INFO"}
 
 
+def test_a_tf_config_is_left_to_the_job_unless_a_flag_says_otherwise() -> None:
+    assert [job(*words).tf_config for words in ((), ("--tf-config",), ("--no-tf-config",))] == [None, True, False]
+    assert job("--min-np", "1", "--no-tf-config").limits is not None
+    with pytest.raises(ValueError, match="tf_config and restarts are for jobs whose number of ranks is fixed"):
+        job("--min-np", "1", "--tf-config")
+
+
 def test_a_flag_counts_more_than_a_variable() -> None:
     assert job("--stall-check", environ={"HOROVOD_STALL_CHECK_DISABLE": "1"}).settings.stall_s == 60.0
     assert job(environ={"HOROVOD_STALL_CHECK_DISABLE": "1"}).settings.stall_s == 0.0

@@ -4,11 +4,13 @@ however a job ends, nothing is left on any host.
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 
 import pytest
 
+from ronde.net.addresses import parse_address
 from tests.jobs.kit import SshHosts, needs_hosts, script
 
 pytestmark = needs_hosts
@@ -27,6 +29,16 @@ def test_ranks_on_three_hosts_meet_and_nobody_sees_their_key(hosts: SshHosts) ->
     a, b, c = hosts.addresses
     done = hosts.run("-H", f"{a}:1,{b}:2,{c}:1", "-np", "4", *script("ronde_run", "add"))
     assert places(done) == [f"0 0 1 0 {a}", f"1 0 2 1 {a}", f"2 1 2 0 {a}", f"3 0 1 2 {a}"]
+
+
+def test_tensorflows_workers_have_the_addresses_of_their_hosts(hosts: SshHosts) -> None:
+    a, b, _ = hosts.addresses
+    done = hosts.run("-H", f"{a}:1,{b}:2", "--no-fold", "printenv", "TF_CONFIG")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line.partition("] ")[2]) for line in sorted(done.stdout.splitlines())]
+    assert [each["task"] for each in found] == [{"type": "worker", "index": rank} for rank in range(3)]
+    workers = [parse_address(worker) for worker in found[0]["cluster"]["worker"]]
+    assert [host for host, _ in workers] == [a, b, b] and len({*workers}) == 3
 
 
 def test_the_driver_need_not_be_on_a_host_with_ranks(hosts: SshHosts) -> None:

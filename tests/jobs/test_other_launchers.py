@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ronde.net.addresses import find_free_ports
 from tests.jobs.test_mpi import SMALL_MACHINE, every_mpi
 from tests.limits import PATIENCE_S
 
@@ -24,9 +25,14 @@ STALE = {
 }
 
 
-def run_together(folder: Path, *commands: Sequence[str], variables: Sequence[Mapping[str, str]] = ({},)) -> None:
+def run_together(
+    folder: Path,
+    *commands: Sequence[str],
+    variables: Sequence[Mapping[str, str]] = ({},),
+    limit_s: float = PATIENCE_S,
+) -> None:
     """Run commands at the same time, each with its variables, until all have ended well. Nothing of them stays."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RONDE_")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("RONDE_", "TF_CONFIG"))}
     own = {"PYTHONPATH": str(SOURCES), "XDG_CONFIG_HOME": str(folder / "config")}
     started = []
     try:
@@ -37,7 +43,7 @@ def run_together(folder: Path, *commands: Sequence[str], variables: Sequence[Map
                     subprocess.Popen(command, env=env, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
                 )
         for number, process in enumerate(started):
-            assert process.wait(PATIENCE_S) == 0, (folder / f"printed-{number}").read_text(errors="replace")
+            assert process.wait(limit_s) == 0, (folder / f"printed-{number}").read_text(errors="replace")
     finally:
         for process in started:
             if process.poll() is None:
@@ -104,8 +110,32 @@ def test_variables_of_srun(tmp_path: Path) -> None:
     assert results(tmp_path) == together(3)
 
 
+def make_tf_configs(**cluster: Sequence[str]) -> list[dict[str, str]]:
+    """TF_CONFIG as a user writes it, for every task of the cluster."""
+    tasks = [(kind, index) for kind, addresses in cluster.items() for index in range(len(addresses))]
+    return [
+        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})} for kind, index in tasks
+    ]
+
+
+def test_a_hand_written_tf_config(tmp_path: Path) -> None:
+    port = find_free_ports("127.0.0.1", 1)[0]
+    chief, *workers = (f"localhost:{port + number}" for number in range(3))  # one after the other, as people write them
+    command = [sys.executable, str(SCRIPT), str(tmp_path)]
+    run_together(tmp_path, *[command] * 3, variables=make_tf_configs(chief=[chief], worker=workers))
+    assert results(tmp_path) == together(3)
+
+
+def test_a_tf_config_of_one_worker_is_a_job_of_one(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path)]
+    run_together(tmp_path, command, variables=make_tf_configs(worker=["localhost:2222"]))
+    assert results(tmp_path) == together(1)
+    assert not (tmp_path / "config").exists()
+
+
 def test_ronde_run_counts_more_than_a_launcher_around_it(tmp_path: Path) -> None:
     around = {**STALE, "PMI_RANK": "0", "PMI_SIZE": "9", "SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "x"}
+    around |= {"TF_CONFIG": "nonsense"}
     run = [sys.executable, "-m", "ronde.cli.main", "run", "-np", "2"]
     run_together(tmp_path, [*run, sys.executable, str(SCRIPT), str(tmp_path)], variables=[around])
     assert results(tmp_path) == together(2)

@@ -1,20 +1,24 @@
-"""Scripts of others start under `ronde run` as they are: plain torch.distributed, and TensorFlow's own strategy."""
+"""Scripts of others start under `ronde run` as they are: plain torch.distributed, and TensorFlow's own strategies."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from ronde.net.addresses import find_free_ports
 from tests.commands import ROOT, output_of
-from tests.limits import LONG_S, LONG_TEST_S
+from tests.jobs.test_other_launchers import make_tf_configs, run_together
+from tests.limits import LONG_S, LONG_TEST_S, PATIENCE_S
 from tests.services import needs
 
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
-RUN = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np", "2")
+STRATEGIES = Path(__file__).parent / "scripts/tensorflow_strategies.py"
+RUN = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np")
+HOROVODRUN = (sys.executable, "-m", "horovod.runner.launch", "-np")
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
 
 PLAIN_TORCH = """
@@ -28,44 +32,58 @@ print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {x.tolist()}, {torch.
 dist.destroy_process_group()
 """
 
-PLAIN_TENSORFLOW = """
-import tensorflow as tf
-
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    weight = tf.Variable([1.0, 2.0])
-
-@tf.function
-def step():
-    context = tf.distribute.get_replica_context()
-    mine = weight * tf.cast(context.replica_id_in_sync_group + 1, tf.float32)
-    return context.all_reduce("sum", mine)
-
-task = strategy.cluster_resolver.task_id
-total = strategy.experimental_local_results(strategy.run(step))[0].numpy().tolist()
-print(f"worker {task} of {strategy.num_replicas_in_sync}: {total}")
-"""
-
-
-def run(flags: Sequence[str], python: str, script: str, folder: Path) -> list[str]:
-    """The lines that the ranks print, when all is well."""
-    path = folder / "train.py"
-    path.write_text(script)
-    clean = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "TF_CONFIG")}
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    printed = output_of([*RUN, *flags, python, path], env={**clean, **quiet}, limit_s=LONG_S)
-    return sorted(printed.splitlines())
-
 
 def test_a_plain_torch_distributed_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN_TORCH)
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    printed = output_of([*RUN, "2", sys.executable, script], env=env, limit_s=LONG_S)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert run([], sys.executable, PLAIN_TORCH, tmp_path) == [
+    assert sorted(printed.splitlines()) == [
         f"[{rank}] rank {rank} of 2: [3.0, 3.0, 3.0], {threads} thread(s)" for rank in range(2)
     ]
 
 
+def test_dozens_of_ranks_have_a_tf_config_with_a_port_for_each() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    lines = output_of([*RUN, "64", "printenv", "TF_CONFIG"], env=env, limit_s=PATIENCE_S).splitlines()
+    found = {int(rank.removeprefix("[")): json.loads(text) for rank, text in (line.split("] ", 1) for line in lines)}
+    assert sorted(found) == [*range(64)]
+    assert all(each["task"] == {"type": "worker", "index": rank} for rank, each in found.items())
+    workers = found[0]["cluster"]["worker"]
+    assert len({*workers}) == 64 and all(each["cluster"] == {"worker": workers} for each in found.values())
+
+
 @needs("TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it")
-def test_a_plain_script_of_tensorflows_multi_worker_strategy(tmp_path: Path) -> None:
-    assert run(["--tf-config"], str(TENSORFLOW), PLAIN_TENSORFLOW, tmp_path) == [
-        f"[{rank}] worker {rank} of 2: [3.0, 6.0]" for rank in range(2)
+def test_scripts_of_tensorflows_own_strategies(tmp_path: Path) -> None:
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(
+        name: str, mode: str, *launcher: str, configs: list[dict[str, str]] | None = None
+    ) -> list[dict[str, object]]:
+        """What both ranks report, started by a launcher or, without one, with a TF_CONFIG for each."""
+        command = [*launcher, str(TENSORFLOW), str(STRATEGIES), mode, str(tmp_path), name]
+        variables = [{**quiet, **config} for config in configs or [{}]]
+        run_together(tmp_path, *[command] * len(variables), variables=variables, limit_s=LONG_S)
+        return [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+
+    def trained(before: float) -> list[dict[str, object]]:
+        """What both report that have trained together on samples 1 to 8, with weights that began so."""
+        expected = {
+            "replicas": 2,
+            "loss": 20.0 * (before + 1),
+            "weights": [[before] * 2, [before + 36] * 2],
+            "sum": 3.0,
+        }
+        return [{"task": rank, **expected} for rank in range(2)]
+
+    assert run("launched", "together", *RUN, "2") == trained(0.0)
+    by_hand = make_tf_configs(worker=[f"localhost:{port}" for port in find_free_ports("127.0.0.1", 2)])
+    assert run("by-hand", "together", configs=by_hand) == trained(36.0), "from the checkpoint of rank 0"
+
+    # MirroredStrategy is that of one process. In a graph it takes the devices of all workers unless it is given some.
+    expected = {"replicas": 1, "loss": 20.0, "weights": [[0.0] * 2, [36.0] * 2], "sum": 3.0}
+    devices = [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(2)]
+    assert run("alone", "alone", *HOROVODRUN, "2") == [
+        {**expected, "graph": [[1, rank + 1.0], [2, 3.0]], "graph devices": devices} for rank in range(2)
     ]

@@ -130,7 +130,7 @@ def settings_from_launcher(settings: Settings, launcher: LauncherEnvironment) ->
             found, _ = resolve_host(host, 0)[0]
             if ipaddress.ip_address(found.partition("%")[0]).is_loopback:
                 host = candidate_addresses()[0]
-        coordinator = coordinator_port_range(host, launcher.port, job)
+        coordinator = coordinator_port_range(host, launcher.port, job, launcher.other_ports)
     return settings.replace(coordinator=coordinator, key=key)
 
 

@@ -5,7 +5,9 @@ The table is in docs/guides/launching.md. Variables are inherited, also by proce
   variables count more. Only where the two agree does srun count, because it knows the hosts.
 - The shell of an sbatch script has SLURM_PROCID=0 and SLURM_NTASKS, but is no rank: only srun sets SLURM_STEP_ID, and
   the steps of Slurm's own shells have very large ids. In `srun --pty bash` the step has one task: a job of one.
-- RANK and WORLD_SIZE alone prove nothing; without torchrun's own variable they come last.
+- RANK and WORLD_SIZE alone prove nothing; without torchrun's own variable they come after all launchers.
+- TF_CONFIG comes last, because clusters set it for any job. Ranks of `ronde run` have one, too, but also RONDE_RANK,
+  which counts more than all of this.
 - Half of a set of variables is no set.
 """
 
@@ -14,10 +16,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
+
+from ronde.net.addresses import format_address, parse_address
 from ronde.observe.stacks import split_proc_stat
 
 NUM_PORTS = 16
@@ -27,6 +33,7 @@ FIRST_PORT, LAST_PORT = 20000, 29999
 FIRST_INTERNAL_STEP = 0xFFFFFFF0
 """From here on, Slurm's ids of steps are those of its own shells and daemons."""
 LOCALHOST = "127.0.0.1"
+LOOPBACK_NAMES = frozenset(("localhost", LOCALHOST, "::1"))
 
 # Rank, size, ranks per host, and the address and port of a rendezvous:
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -35,6 +42,10 @@ HOROVOD_VARIABLES = tuple(
 )
 OPEN_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
+
+TF_RANK_TYPES = ("chief", "worker")
+"""The types of TensorFlow's tasks that are ranks, in the order of ranks, which is also TensorFlow's."""
+TF_OTHER_TYPES = ("ps", "evaluator")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +63,8 @@ class LauncherEnvironment:
     """Whether all ranks are known to be on this host."""
     port: int = 0
     """A port that the launcher chose for its own use; the next ones are probably free. 0 when there is none."""
+    other_ports: frozenset[int] = frozenset()
+    """More ports that the job opens itself."""
     rank_variable: str = ""
     """A variable that the ranks have and the launcher itself does not have."""
 
@@ -71,18 +84,31 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> LauncherEnviron
     job = environ.get("PMIX_NAMESPACE", "") or environ.get("OMPI_MCA_ess_base_jobid", "")
     open_mpi = _from_variables(environ, "Open MPI", OPEN_MPI_VARIABLES, f"Open MPI {job}" if job else "")
     found = open_mpi or hydra or slurm or torch
-    return found or _from_variables(environ, "Horovod's variables", HOROVOD_VARIABLES, "")
+    found = found or _from_variables(environ, "Horovod's variables", HOROVOD_VARIABLES, "")
+    return found or _from_tf_config(environ.get("TF_CONFIG", ""))
 
 
-def coordinator_port_range(host: str, port: int, job: str) -> str:
-    """`host:first-last`: where the ranks of a job look for the coordinator, as the setting `coordinator` takes it."""
+def coordinator_port_range(host: str, port: int, job: str, other_ports: Collection[int] = ()) -> str:
+    """`host:first-last`: where the ranks of a job look for the coordinator, as the setting `coordinator` takes it.
+
+    They are the next ports after that of the launcher, or, above 65535, the last ones before it, in a row without any
+    of `other_ports`. Without a port of the launcher they come from the job's id."""
     if port:
-        first = port + 1 if port + NUM_PORTS <= 65535 else port - NUM_PORTS
+        first, last = port + 1, port - 1
+        for other in sorted(other_ports):
+            if first <= other < first + NUM_PORTS:
+                first = other + 1
+        for other in sorted(other_ports, reverse=True):
+            if last - NUM_PORTS < other <= last:
+                last = other - 1
+        if first + NUM_PORTS > 65536:
+            first = last - NUM_PORTS + 1
+        if first < 1:
+            raise ValueError(f"the job leaves no {NUM_PORTS} ports in a row for the coordinator; set RONDE_COORDINATOR")
     else:
         number = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
         first = FIRST_PORT + number % ((LAST_PORT + 1 - FIRST_PORT) // NUM_PORTS) * NUM_PORTS
-    shown = f"[{host}]" if ":" in host else host
-    return f"{shown}:{first}-{first + NUM_PORTS - 1}"
+    return f"{format_address(host, first)}-{first + NUM_PORTS - 1}"
 
 
 def find_launcher_process(rank_variable: str, process: Path = Path("/proc/self")) -> str:
@@ -112,7 +138,7 @@ def _from_variables(
     host, port = "", 0
     if rendezvous:
         host, port = environ[rendezvous[0]], _number(environ, rendezvous[1])
-        is_one_host = is_one_host or host in ("localhost", LOCALHOST, "::1")
+        is_one_host = is_one_host or host in LOOPBACK_NAMES
         job = f"{rendezvous[1]} {host} {port} {job}"
     return LauncherEnvironment(
         launcher=launcher,
@@ -123,6 +149,70 @@ def _from_variables(
         is_one_host=is_one_host,
         port=port,
         rank_variable=rank_name,
+    )
+
+
+class _TfConfig(msgspec.Struct):
+    """What counts here of a TF_CONFIG. The task is read only if there is a cluster."""
+
+    cluster: dict[str, list[str]] | None = None
+    task: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _TfTask(msgspec.Struct):
+    type: str
+    index: Annotated[int, msgspec.Meta(ge=0)]
+
+
+def _decode_tf_task(encoded: msgspec.Raw) -> _TfTask:
+    try:
+        return msgspec.json.decode(encoded, type=_TfTask, strict=False)  # the index may be a text
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f'there is a cluster, but no task such as {{"type": "worker", "index": 0}} ({error})'
+        ) from None
+
+
+def _from_tf_config(text: str) -> LauncherEnvironment | None:
+    """From the text of TF_CONFIG. None if it has no cluster: then TensorFlow, too, takes this process for the only one.
+    ValueError says what is wrong with it."""
+    try:
+        config = msgspec.json.decode(text, type=_TfConfig) if text else _TfConfig()
+        if not config.cluster:
+            return None
+        task = _decode_tf_task(config.task)
+        for kind in config.cluster:
+            if kind not in (*TF_RANK_TYPES, *TF_OTHER_TYPES):
+                known = ", ".join((*TF_RANK_TYPES, *TF_OTHER_TYPES))
+                raise ValueError(f"the cluster has a {kind!r}; TensorFlow knows {known}")
+        if task.type not in TF_RANK_TYPES:
+            raise ValueError(
+                f"this process is {task.type} {task.index}, and only chief and workers are ranks: start it without "
+                "ronde.init() and hvd.init()"
+            )
+        ranks = [(kind, index) for kind in TF_RANK_TYPES for index in range(len(config.cluster.get(kind, ())))]
+        if ranks.count(("chief", 1)):
+            raise ValueError("there is more than one chief")
+        if (task.type, task.index) not in ranks:
+            raise ValueError(f"this process is {task.type} {task.index}, which the cluster does not have")
+        addresses = {kind: [parse_address(each) for each in listed] for kind, listed in config.cluster.items()}
+    except ValueError as error:  # msgspec's, too
+        raise ValueError(
+            f"TF_CONFIG cannot be used: {error}. Correct it, or unset it if it is not meant for this process"
+        ) from None
+    own = [addresses[kind][index] for kind, index in ranks]
+    hosts = {host for host, _ in own}
+    is_one_host = len(hosts) == 1 or hosts <= LOOPBACK_NAMES
+    host, port = own[0]
+    return LauncherEnvironment(
+        launcher="TF_CONFIG",
+        rank=ranks.index((task.type, task.index)),
+        size=len(ranks),
+        job=f"TF_CONFIG {own}",
+        host=LOCALHOST if is_one_host else host,
+        is_one_host=is_one_host,
+        port=port,
+        other_ports=frozenset(port for listed in addresses.values() for _, port in listed),
     )
 
 

@@ -124,7 +124,14 @@ _RUN_OPTIONS = (
     LaunchOption(
         "bind", "choice", RANK_ENV, "With `core`, bind each rank to cores of its own. Default: none.", "none|core"
     ),
-    LaunchOption("tf_config", "switch", RANK_ENV, "Give every rank a TF_CONFIG, for TensorFlow's own strategies."),
+    LaunchOption(
+        "tf_config",
+        "switch",
+        RANK_ENV,
+        "Give every rank a TF_CONFIG, for TensorFlow's own strategies, unless you have set one. Default: yes, in jobs "
+        "of 2 to 1024 ranks whose number is fixed.",
+    ),
+    LaunchOption("no_tf_config", "switch", RANK_ENV, "Give no rank a TF_CONFIG."),
     LaunchOption("output", "text", OUTPUT, "Also write what each rank prints to files in this directory.", "DIR"),
     LaunchOption("no_fold", "switch", OUTPUT, "Show equal lines of several ranks one by one."),
     LaunchOption("timestamps", "switch", OUTPUT, "Begin each line with the time."),
@@ -147,6 +154,7 @@ _RUN_OPTIONS = (
 
 _SHORT_SETTING_FLAGS = {"elastic_timeout_s": ("--elastic-timeout",)}
 _HOST_OPTIONS = ("hosts", "hostfile", "discover")
+_TF_CONFIG_OPTIONS = ("tf_config", "no_tf_config")
 _ELASTIC_OPTIONS = ("min_np", "max_np", "discover")
 """Each of them makes a job elastic."""
 
@@ -194,8 +202,9 @@ def make_launch_config(
         name: _check(known[name], value, "/".join(known[name].all_flags), is_flag=True) for name, value in flags.items()
     }
     file = read_config(given["config"]) if "config" in given else {}
-    if set(_HOST_OPTIONS) & given.keys():  # these replace the hosts of the file
-        file = {name: value for name, value in file.items() if name not in _HOST_OPTIONS}
+    for names in (_HOST_OPTIONS, _TF_CONFIG_OPTIONS):
+        if set(names) & given.keys():  # these replace those of the file
+            file = {name: value for name, value in file.items() if name not in names}
     values = {
         **file,
         **given,
@@ -228,7 +237,7 @@ def make_launch_config(
 
 _SSH_FIELDS = {"ssh_port": "port", "ssh_identity": "identity", "ssh_start_s": "start_s", "ssh_option": "options"}
 _JOB_FIELDS = {
-    **{name: name for name in ("command", "python", "settings", "tf_config", "bind", "name")},
+    **{name: name for name in ("command", "python", "settings", "bind", "name")},
     **{"debug": "debug_rank", "grace": "grace_s", "terminate": "terminate_s"},
     **{"cooldown": "cooldown_s", "restarts": "restarts"},
 }
@@ -251,6 +260,7 @@ def _make_job(values: Mapping[str, Any], environ: Mapping[str, str]) -> Job:
         limits=_make_limits(values, hosts, num_ranks),
         ssh=SshOptions(**{field: values[name] for name, field in _SSH_FIELDS.items() if name in values}),
         env=_parse_variables(values["env"], environ),
+        tf_config=_choose_tf_config(values),
         cwd=str(cwd if cwd.is_absolute() else Path(working_directory(), cwd)),
         **{field: values[name] for name, field in _JOB_FIELDS.items() if name in values},
     )
@@ -272,6 +282,16 @@ def _make_limits(values: Mapping[str, Any], hosts: Sequence[Host], num_ranks: in
         place_ranks(hosts, num_ranks)  # these hosts never change: there have to be enough slots
     chosen = {name: values.get(name) for name in ("min_np", "max_np", "reset_limit")}
     return make_elastic_limits(values["settings"], num_ranks, **chosen)
+
+
+def _choose_tf_config(values: Mapping[str, Any]) -> bool | None:
+    """Return whether ranks get a TF_CONFIG; None when that is left to the job."""
+    wanted = values.get("tf_config")
+    if not values.get("no_tf_config"):
+        return wanted
+    if wanted:
+        raise ValueError("tf_config and no_tf_config exclude each other: give one of them")
+    return False
 
 
 def _parse_variables(entries: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ A rank gets ronde's own variables, and those that other systems read, so that th
     torch.distributed  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK
                        MASTER_ADDR MASTER_PORT
     JAX                JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID (JAX reads the first by itself)
-    TensorFlow         TF_CONFIG, when asked for
+    TensorFlow         TF_CONFIG, unless the user has set it
     Horovod            HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE HOROVOD_CROSS_RANK
                        HOROVOD_CROSS_SIZE HOROVOD_HOSTNAME (scripts read them before hvd.init())
     OpenMP, MKL        OMP_NUM_THREADS, unless the user has set it
@@ -23,7 +23,7 @@ import msgspec
 
 from ronde.launch.job import Job
 from ronde.launch.placement import Placement, bind_cpus
-from ronde.launch.protocol import RankOrder, StartRanks
+from ronde.launch.protocol import PortCounts, RankOrder, StartRanks
 from ronde.net.addresses import format_address
 from ronde.settings import ASSIGNED_BY_LAUNCHER, describe_settings
 
@@ -47,15 +47,41 @@ FOREIGN_PREFIXES = ("TORCHELASTIC_",)
 NUM_SHARED_PORTS = 2
 """Ports on the host of rank 0: torch's store and JAX's coordinator."""
 
+MAX_TF_CONFIG_RANKS = 1024
+"""Every rank gets the addresses of all, and Linux takes at most 128 KB for a variable. With more ranks, only
+`tf_config=True` gives them a TF_CONFIG."""
 
-def count_ports(job: Job) -> tuple[int, ...]:
-    """Return how many free TCP ports the job needs on each host that it uses."""
-    counts = [0] * len(job.used_hosts)
-    counts[0] = NUM_SHARED_PORTS
-    if job.tf_config:
+TF_CONFIG_LAUNCHER = "ronde"
+"""The value of "launcher" in a TF_CONFIG of ours; TensorFlow ignores it."""
+
+
+def count_ports(job: Job, environ: Mapping[str, str]) -> tuple[PortCounts, ...]:
+    """Return how many TCP ports the job needs on each host that it uses: the shared ones on the first, and one reserved
+    for each rank that gets a TF_CONFIG. `environ` is the driver's environment."""
+    reserved = [0] * len(job.used_hosts)
+    if makes_tf_config(job, environ):
         for placement in job.placements:
-            counts[placement.host_index] += 1
-    return tuple(counts)
+            reserved[placement.host_index] += 1
+    return tuple(PortCounts(0 if index else NUM_SHARED_PORTS, count) for index, count in enumerate(reserved))
+
+
+def makes_tf_config(job: Job, environ: Mapping[str, str]) -> bool:
+    """Return whether ranks get a TF_CONFIG made for them. One that the user has set is left as it is. A job of one rank
+    gets none by default: TensorFlow's strategies do without it there, and MirroredStrategy in a v1 graph only so."""
+    if "TF_CONFIG" in job.env or ("TF_CONFIG" in environ and not _is_own_tf_config(environ["TF_CONFIG"])):
+        return False
+    if job.tf_config is None:
+        return job.limits is None and 1 < job.num_ranks <= MAX_TF_CONFIG_RANKS
+    return job.tf_config
+
+
+def _is_own_tf_config(text: str) -> bool:
+    """Whether a driver has made it: then it is that of an outer job, of which this process is a rank."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("launcher") == TF_CONFIG_LAUNCHER
 
 
 def make_rank_orders(
@@ -77,7 +103,7 @@ def make_rank_orders(
     }
     tf_workers = [
         format_address(addresses[placement.host_index], next(free_ports[placement.host_index]))
-        for placement in (job.placements if job.tf_config else ())
+        for placement in (job.placements if makes_tf_config(job, environ) else ())
     ]
     given = {is_local: _given_variables(job, environ, is_local=is_local) for is_local in (True, False)}
     orders: dict[int, list[RankOrder]] = {}
@@ -86,7 +112,8 @@ def make_rank_orders(
         env = {**job_variables, "JAX_PROCESS_ID": str(placement.rank)}
         if tf_workers:
             task = {"type": "worker", "index": placement.rank}
-            env["TF_CONFIG"] = json.dumps({"cluster": {"worker": tf_workers}, "task": task})
+            cluster = {"worker": tf_workers}
+            env["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task, "launcher": TF_CONFIG_LAUNCHER})
         order = _make_order(job, placement, facts, given=given[facts.is_local], env=env, tty_fds=tty_fds)
         orders.setdefault(placement.host_index, []).append(order)
     return {index: StartRanks(tuple(of_host), job.pickled_call, job.terminate_s) for index, of_host in orders.items()}
@@ -166,11 +193,13 @@ def _size_variables(size: int) -> dict[str, str]:
 
 def _given_variables(job: Job, environ: Mapping[str, str], *, is_local: bool) -> dict[str, str]:
     """Return what the user has set, without what makes no sense on another host. RONDE_* settings in the environment
-    do not count: they are in job.settings already."""
+    do not count: they are in job.settings already. Nor does the TF_CONFIG of an outer job."""
     excluded = FOREIGN_PREFIXES if is_local else (*FOREIGN_PREFIXES, *HOST_SPECIFIC_PREFIXES)
     excluded_names = {setting.env for setting in describe_settings()}
     if not is_local:
         excluded_names |= {*LOGIN_VARIABLES, "_"}
+    if _is_own_tf_config(environ.get("TF_CONFIG", "")):
+        excluded_names.add("TF_CONFIG")
     variables = {
         name: value for name, value in environ.items() if not name.startswith(excluded) and name not in excluded_names
     }

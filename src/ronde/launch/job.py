@@ -86,8 +86,8 @@ class Job:
     """Working directory of every rank, on every host."""
     settings: Settings = field(default_factory=Settings)
     """What differs from the defaults reaches the ranks."""
-    tf_config: bool = False
-    """Also give every rank a TF_CONFIG."""
+    tf_config: bool | None = None
+    """Whether every rank gets a TF_CONFIG, unless the user has set one. None: if it can help (environment.py)."""
     bind: CpuBinding = "none"
     """Whether a rank is bound to cores of its own."""
     debug_rank: int | None = None

@@ -14,15 +14,23 @@ from dataclasses import dataclass
 from functools import partial
 
 from ronde.errors import StartFailed
-from ronde.launch.protocol import AgentError, ProbeReply, ProbeRequest
+from ronde.launch.protocol import AgentError, PortCounts, ProbeReply, ProbeRequest
 from ronde.launch.timeouts import PROBE_ATTEMPT_TIMEOUT_S, PROBE_TIMEOUT_S
-from ronde.net.addresses import candidate_addresses, find_free_ports, format_address, parse_address
+from ronde.net.addresses import PortReservation, candidate_addresses, find_free_ports, format_address, parse_address
 from ronde.net.connect import ConnectFailed, Connection, connect_authenticated
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
+from ronde.net.open_files import raise_open_files_limit
 from ronde.types import Deadline
 
 LOOPBACK = "127.0.0.1"
+
+
+def find_ports(address: str, counts: PortCounts, reservation: PortReservation) -> tuple[int, ...]:
+    """Return as many ports of this machine, the reserved ones last."""
+    raise_open_files_limit()
+    reserved = reservation.add(address, counts.reserved)
+    return (*find_free_ports(address, counts.free), *reserved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,7 @@ class HostFacts:
     address: str = ""
     """Where ranks of other hosts reach it; empty when there are none."""
     free_ports: tuple[int, ...] = ()
+    """The reserved ones are behind the others."""
     is_local: bool = True
     """Whether it is the driver's own machine."""
 
@@ -154,10 +163,11 @@ PROBE_PURPOSE = "probe"
 
 class NetworkProber:
     """Carries out the probes of one agent, one after the other. They wait for the network, so they run in threads;
-    `on_reply` is called there."""
+    `on_reply` is called there. The caller closes the reservation of ports, when the prober is closed."""
 
-    def __init__(self, on_reply: Callable[[ProbeReply | AgentError], None]) -> None:
+    def __init__(self, on_reply: Callable[[ProbeReply | AgentError], None], reservation: PortReservation) -> None:
         self._on_reply = on_reply
+        self._reservation = reservation
         self._listeners: list[Listener] = []
         self._closed = threading.Event()
         # Owned by the prober, made with the first probe. Touches the listeners; close() does so after the pool's end.
@@ -198,7 +208,8 @@ class NetworkProber:
             self._listeners.append(listener)
             opened.append(format_address(address, listener.tcp_port))
         first = parse_address(opened[0])[0] if opened else LOOPBACK
-        return ProbeReply((tuple(opened),), ("; ".join(failed),), find_free_ports(first, request.num_ports))
+        ports = find_ports(first, request.num_ports, self._reservation)
+        return ProbeReply((tuple(opened),), ("; ".join(failed),), ports)
 
     def _close_listeners(self) -> None:
         for listener in self._listeners:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -46,6 +46,15 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """Give the rank ptys as standard output and error, so that it shows progress bars."""
 
 
+class PortCounts(NamedTuple):
+    """How many TCP ports of a host a job needs for systems that open them by themselves."""
+
+    free: int = 0
+    """Ports that are free when the job starts, such as MASTER_PORT."""
+    reserved: int = 0
+    """Ports that are also reserved while the agent of the host lives: those in TF_CONFIG."""
+
+
 class ProbeRequest(LaunchMessage, frozen=True):
     """Without targets: listen at each address of this host. With targets: connect to them and report which answer."""
 
@@ -54,9 +63,8 @@ class ProbeRequest(LaunchMessage, frozen=True):
     targets: tuple[tuple[str, ...], ...] = ()
     """`address:port` candidates, one tuple per host."""
     timeout_s: float = 5.0
-    num_ports: int = 0
-    """Without targets: how many free TCP ports to find as well (ProbeReply.free_ports). They become MASTER_PORT and the
-    ports in TF_CONFIG, which other systems open themselves."""
+    num_ports: PortCounts = PortCounts()
+    """Without targets: how many ports to find as well (ProbeReply.free_ports)."""
 
 
 class StartRanks(LaunchMessage, frozen=True):
@@ -133,6 +141,7 @@ class ProbeReply(LaunchMessage, frozen=True):
     errors: tuple[str, ...] = ()
     """For each host in turn, why the other candidates did not answer."""
     free_ports: tuple[int, ...] = ()
+    """The reserved ones are behind the others."""
 
 
 class AgentError(LaunchMessage, frozen=True):

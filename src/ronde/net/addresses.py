@@ -76,19 +76,40 @@ def local_address_for(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def find_free_ports(host: str, num_ports: int) -> tuple[int, ...]:
-    """Return different TCP ports of this machine that nobody uses now, for addresses that others must know before there
-    is a listener. The system does not assign them again soon, but does not reserve them either."""
-    address = resolve_host(host, 0)[0]
-    with contextlib.ExitStack() as opened:
-        family = address_family(address[0])
-        probes = [opened.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(num_ports)]
+class PortReservation:
+    """TCP ports of this machine, for addresses that others must know before there is a listener. Until close() the
+    system gives them to nobody who asks for any free port. A server can listen there if it sets SO_REUSEADDR before, as
+    those of gRPC do: the sockets here are bound, but do not listen."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def add(self, host: str, num_ports: int) -> tuple[int, ...]:
+        """Reserve different ports that nobody uses now, and return them."""
+        address = resolve_host(host, 0)[0]
+        ports = []
         try:
-            for probe in probes:
-                probe.bind(address)
+            for _ in range(num_ports):
+                reserved = socket.socket(address_family(address[0]), socket.SOCK_STREAM)
+                self._sockets.append(reserved)
+                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                reserved.bind(address)
+                ports.append(int(reserved.getsockname()[1]))
         except OSError as error:
             raise StartFailed(f"there are no {num_ports} free TCP ports at {host} ({error.strerror})") from error
-        return tuple(sorted(int(probe.getsockname()[1]) for probe in probes))
+        return tuple(sorted(ports))
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self._sockets:
+            self._sockets.pop().close()
+
+
+def find_free_ports(host: str, num_ports: int) -> tuple[int, ...]:
+    """Return different TCP ports of this machine that nobody uses now. The system does not assign them again soon, but
+    does not reserve them either."""
+    with contextlib.closing(PortReservation()) as reservation:
+        return reservation.add(host, num_ports)
 
 
 def candidate_addresses(host: str = "") -> tuple[str, ...]:

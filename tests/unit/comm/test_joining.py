@@ -248,7 +248,7 @@ def test_a_range_without_a_free_port_or_of_an_unknown_host_is_reported_at_once(t
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RONDE_RANK", "RONDE_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RONDE_RANK", "RONDE_SIZE", "TF_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -283,6 +283,24 @@ def test_a_job_of_one_makes_no_secret(no_launcher: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert complete_settings({}) == Settings()
     assert not list(no_launcher.iterdir())
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_ranks_of_a_tf_config_meet_at_the_first_task_and_at_no_port_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = '{"chief": ["192.0.2.7:2222"], "worker": ["192.0.2.8:2222", "192.0.2.8:2224"]}'
+    found = []
+    for task in ('"type": "chief", "index": 0', '"type": "worker", "index": 1'):
+        monkeypatch.setenv("TF_CONFIG", f'{{"cluster": {cluster}, "task": {{{task}}}}}')
+        found.append(complete_settings({}))
+    assert [(each.rank, each.size, each.coordinator) for each in found] == [
+        (rank, 3, "192.0.2.7:2225-2240") for rank in (0, 2)
+    ]
+    assert found[0].key == found[1].key != ""
+    monkeypatch.setenv("RONDE_RANK", "1")  # a rank of `ronde run`, which has a TF_CONFIG, too
+    monkeypatch.setenv("RONDE_SIZE", "2")
+    assert complete_settings({}) == Settings(rank=1, size=2)
 
 
 def test_the_users_folder_follows_the_convention() -> None:

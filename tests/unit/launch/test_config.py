@@ -121,6 +121,27 @@ def test_hosts_of_the_command_line_replace_those_of_the_file(path: Path) -> None
     assert ask(config=str(path), hosts="d:1").job.hosts == (Host("d", 1),)
 
 
+@pytest.mark.parametrize(
+    ("file", "flags", "expected"),
+    [
+        ("", {}, None),
+        ("", {"tf_config": True}, True),
+        ("", {"no_tf_config": True}, False),
+        ("tf_config: no", {}, False),
+        ("no_tf_config: yes", {}, False),
+        ("no_tf_config: no", {}, None),
+        ("no_tf_config: yes", {"tf_config": True}, True),
+        ("tf_config: yes", {"no_tf_config": True}, False),
+        ("{no_tf_config: yes, min_np: 1}", {}, False),
+    ],
+)
+def test_a_tf_config_is_left_to_the_job_unless_flags_or_the_file_say_otherwise(
+    path: Path, file: str, flags: dict[str, Any], expected: bool | None
+) -> None:
+    path.write_text(file)
+    assert ask(config=str(path), **flags).job.tf_config is expected
+
+
 def test_an_outer_job_does_not_disturb() -> None:
     assert ask({"RONDE_RANK": "3", "RONDE_KEY": "nonsense"}).job.settings == Settings()
 
@@ -131,6 +152,7 @@ def test_an_outer_job_does_not_disturb() -> None:
         ({"num_ranks": "x"}, "-np/-n/--num-ranks must be a whole number of at least 1, got 'x'"),
         ({"num_ranks": "0"}, "--num-ranks must be a whole number of at least 1, got 0"),
         ({"hosts": "a", "hostfile": "b"}, "hosts and hostfile exclude each other"),
+        ({"tf_config": True, "no_tf_config": True}, "tf_config and no_tf_config exclude each other"),
         ({"bind": "socket"}, "--bind must be none or core, got 'socket'"),
         ({"debug": "0", "top": True}, "--debug and --top both want the terminal"),
         ({"debug": "-1"}, "--debug must be a whole number of at least 0"),

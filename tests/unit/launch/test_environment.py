@@ -8,7 +8,14 @@ from collections.abc import Collection, Mapping
 import pytest
 
 from ronde.coordinator.membership import ElasticLimits
-from ronde.launch.environment import count_ports, login_variables, make_rank_orders, make_worker_order
+from ronde.launch.environment import (
+    MAX_TF_CONFIG_RANKS,
+    count_ports,
+    login_variables,
+    make_rank_orders,
+    make_worker_order,
+    makes_tf_config,
+)
 from ronde.launch.job import Job
 from ronde.launch.network import HostFacts, JobNetwork
 from ronde.launch.placement import Host, Placement
@@ -28,7 +35,7 @@ def orders(
     job: Job, environ: Mapping[str, str] | None = None, *, cpu_count: int = 8, terminals: Collection[int] = ()
 ) -> dict[int, RankOrder]:
     facts = (
-        HostFacts(tuple(range(8)), cpu_count, "10.0.0.1" if job.hosts else "", (5, 6, 7, 8), is_local=True),
+        HostFacts(tuple(range(8)), cpu_count, "10.0.0.1" if job.hosts else "", (5, 6, 7, 8, 9), is_local=True),
         HostFacts((0, 1), 8, "fd00::2", (9,), is_local=False),
     )
     network = JobNetwork("10.0.0.9", dict(enumerate(facts[: len(job.used_hosts)])))
@@ -65,6 +72,13 @@ def test_a_rank_learns_its_place_in_every_dialect() -> None:
         "JAX_COORDINATOR_ADDRESS": "10.0.0.1:6",
         "JAX_NUM_PROCESSES": "3",
         "JAX_PROCESS_ID": "2",
+        "TF_CONFIG": json.dumps(
+            {
+                "cluster": {"worker": ["10.0.0.1:7", "10.0.0.1:8", "[fd00::2]:9"]},
+                "task": {"type": "worker", "index": 2},
+                "launcher": "ronde",
+            }
+        ),
         "HOROVOD_RANK": "2",
         "HOROVOD_SIZE": "3",
         "HOROVOD_LOCAL_RANK": "0",
@@ -111,14 +125,39 @@ def test_what_the_user_says_of_threads_and_python_counts() -> None:
     assert variables(0, here, env={"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
 
 
-def test_tensorflow_gets_a_list_of_workers_when_asked_for_and_all_ports_are_different() -> None:
-    assert (count_ports(make_job()), count_ports(make_job(tf_config=True))) == ((2, 0), (4, 1))
-    found = variables(2, tf_config=True)
-    assert json.loads(found["TF_CONFIG"]) == {
-        "cluster": {"worker": ["10.0.0.1:7", "10.0.0.1:8", "[fd00::2]:9"]},
-        "task": {"type": "worker", "index": 2},
-    }
-    assert (found["MASTER_PORT"], found["JAX_COORDINATOR_ADDRESS"]) == ("5", "10.0.0.1:6")
+def test_every_worker_of_tensorflow_has_a_port_of_its_own_unless_there_is_no_cluster() -> None:
+    assert count_ports(make_job(), {}) == ((2, 2), (0, 1))
+    assert count_ports(make_job(tf_config=False), {}) == ((2, 0), (0, 0))
+    assert "TF_CONFIG" not in variables(2, tf_config=False)
+
+
+@pytest.mark.parametrize("tf_config", [None, True, False])
+def test_a_tf_config_of_the_user_is_never_touched(tf_config: bool | None) -> None:
+    for given in ('{"cluster": {"worker": ["a:1"]}}', "", "nonsense"):
+        for environ, env in (
+            ({"TF_CONFIG": given}, {}),
+            ({}, {"TF_CONFIG": given}),
+            ({"TF_CONFIG": "x"}, {"TF_CONFIG": given}),
+        ):
+            job = make_job(env=env, tf_config=tf_config)
+            assert count_ports(job, environ) == ((2, 0), (0, 0))
+            assert {order.env["TF_CONFIG"] for order in orders(job, environ).values()} == {given}
+
+
+def test_the_tf_config_of_an_outer_job_is_not_the_users() -> None:
+    outer = {"TF_CONFIG": variables(1)["TF_CONFIG"]}
+    assert variables(2, outer)["TF_CONFIG"] == variables(2)["TF_CONFIG"] != outer["TF_CONFIG"]
+    assert "TF_CONFIG" not in variables(2, outer, tf_config=False)
+    assert "TF_CONFIG" not in worker_order(12, 5, environ=outer).env
+    assert variables(2, outer, env=outer)["TF_CONFIG"] == outer["TF_CONFIG"], "asked for with -x"
+
+
+@pytest.mark.parametrize(
+    ("size", "by_default"), [(1, False), (2, True), (MAX_TF_CONFIG_RANKS, True), (MAX_TF_CONFIG_RANKS + 1, False)]
+)
+def test_jobs_of_one_rank_and_of_very_many_get_a_tf_config_only_when_asked_for(size: int, by_default: bool) -> None:
+    assert makes_tf_config(make_job(num_ranks=size, hosts=()), {}) == by_default
+    assert makes_tf_config(make_job(num_ranks=size, hosts=(), tf_config=True), {})
 
 
 @pytest.mark.parametrize("name", ["HOME", "USER", "SSH_AUTH_SOCK", "DISPLAY", "HOSTNAME", "CUDA_VISIBLE_DEVICES", "_"])
@@ -157,7 +196,7 @@ def test_one_rank_may_draw_or_has_the_terminal_and_its_input_is_the_drivers(
 # --- workers of elastic jobs ----------------------------------------------------------------------------------------
 
 
-def worker_order(number: int, rank: int, **changes: object) -> RankOrder:
+def worker_order(number: int, rank: int, environ: Mapping[str, str] | None = None, **changes: object) -> RankOrder:
     """The order for a worker in the second of four slots of host b, the second of two hosts."""
     limits = ElasticLimits(start_ranks=3, min_ranks=1, max_ranks=8)
     job = make_job(limits=limits, settings=Settings(heartbeat_s=2.5), **changes)
@@ -178,7 +217,7 @@ def worker_order(number: int, rank: int, **changes: object) -> RankOrder:
         HostFacts(tuple(range(8)), 8, "10.0.0.2", is_local=False),
         coordinator="10.0.0.9:7",
         key=KEY,
-        environ={},
+        environ=environ or {},
         tty_fds=(0, 1, 2),
     )
 

@@ -11,8 +11,8 @@ import pytest
 
 from ronde.errors import StartFailed
 from ronde.launch.network import LateHostProbe, NetworkProber, choose_addresses
-from ronde.launch.protocol import AgentError, ProbeReply, ProbeRequest
-from ronde.net.addresses import candidate_addresses, parse_address
+from ronde.launch.protocol import AgentError, PortCounts, ProbeReply, ProbeRequest
+from ronde.net.addresses import PortReservation, candidate_addresses, parse_address
 from ronde.net.keys import new_job_key
 from ronde.types import Deadline
 from tests.limits import promised_s
@@ -70,14 +70,15 @@ class WaitingProber:
 
     def __init__(self) -> None:
         self._replies: queue.Queue[ProbeReply | AgentError] = queue.Queue()
-        self.prober = NetworkProber(self._replies.put)
+        self.reservation = PortReservation()
+        self.prober = NetworkProber(self._replies.put, self.reservation)
 
     def probe(self, request: ProbeRequest) -> ProbeReply | AgentError:
         self.prober.probe(request)
         return self._replies.get(timeout=PATIENCE_S)
 
-    def listen(self, num_ports: int = 0) -> ProbeReply:
-        found = self.probe(ProbeRequest(KEY, num_ports=num_ports))
+    def listen(self, *num_ports: int) -> ProbeReply:
+        found = self.probe(ProbeRequest(KEY, num_ports=PortCounts(*num_ports)))
         assert isinstance(found, ProbeReply)
         return found
 
@@ -91,6 +92,7 @@ def two_hosts() -> Iterator[tuple[WaitingProber, WaitingProber]]:
         for waiting in both:
             waiting.prober.close()
             waiting.prober.close()
+            waiting.reservation.close()
 
 
 @contextmanager
@@ -102,10 +104,19 @@ def silent_port() -> Iterator[str]:
 
 def test_a_host_listens_at_each_of_its_addresses_and_finds_free_ports() -> None:
     with two_hosts() as (host, _):
-        found = host.listen(num_ports=20)
+        found = host.listen(20, 3)
         assert [parse_address(address)[0] for address in found.reachable[0]] == list(candidate_addresses())
-        assert len(set(found.free_ports)) == 20
-        socket.create_server((candidate_addresses()[0], found.free_ports[0])).close()
+        assert len(set(found.free_ports)) == 23
+        host.prober.close()  # as an agent does when it was idle
+        for is_reserved, port in ((False, found.free_ports[0]), (True, found.free_ports[-1])):
+            with socket.socket() as plain:
+                address = (candidate_addresses()[0], port)
+                if is_reserved:
+                    with pytest.raises(OSError, match="in use"):
+                        plain.bind(address)
+                    plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                plain.bind(address)
+                plain.listen()
 
 
 def test_hosts_reach_each_others_listeners_and_say_why_not_others(monkeypatch: pytest.MonkeyPatch) -> None:

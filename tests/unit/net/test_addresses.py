@@ -4,6 +4,7 @@ import ipaddress
 import socket
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from ronde.errors import StartFailed
 from ronde.net.addresses import (
+    PortReservation,
     candidate_addresses,
     find_free_ports,
     format_address,
@@ -87,6 +89,27 @@ def test_the_candidates_are_addresses_with_the_faced_one_first() -> None:
 
 def test_free_ports_are_different() -> None:
     assert len(set(find_free_ports("127.0.0.1", 50))) == 50
+
+
+def test_reserved_ports_are_given_to_nobody_else_and_servers_can_listen_there() -> None:
+    with closing(PortReservation()) as reservation:
+        ports = (*reservation.add("127.0.0.1", 20), *reservation.add("127.0.0.1", 30))
+        assert len({*ports}) == 50 and not {*ports} & {*find_free_ports("127.0.0.1", 50)}
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", ports[0]))
+        for host in ("127.0.0.1", ""):  # both with SO_REUSEADDR
+            with socket.create_server((host, ports[0])), socket.create_connection(("127.0.0.1", ports[0])):
+                pass
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", ports[1]))
+
+
+def test_a_host_without_an_address_has_no_ports() -> None:
+    with (
+        closing(PortReservation()) as reservation,
+        pytest.raises(StartFailed, match="there are no 2 free TCP ports"),
+    ):
+        reservation.add("192.0.2.1", 2)
 
 
 def test_people_call_a_host_by_its_name_without_what_only_tells_it_apart() -> None:

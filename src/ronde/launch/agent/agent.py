@@ -48,7 +48,7 @@ from ronde.launch.protocol import (
     make_driver_message_reader,
 )
 from ronde.launch.timeouts import LAST_REPORT_DELAY_S, PROBER_IDLE_TIMEOUT_S, RANK_KILL_TIMEOUT_S
-from ronde.net.addresses import host_identity
+from ronde.net.addresses import PortReservation, host_identity
 from ronde.net.event_loop import EventLoop, PipeReader, PipeWriter, Timer
 from ronde.text import NOT_EXECUTABLE_CODE, NOT_STARTED_CODE
 from ronde.types import Deadline
@@ -88,6 +88,7 @@ class Agent:
         self._orphan_killer: OrphanKiller | None = None
         self._prober: NetworkProber | None = None
         self._prober_timer: Timer | None = None
+        self._reservation = PortReservation()
         self._usage_sampler = UsageSampler()
         self._gpu_monitor: GpuMonitor | None = None
         self._oom_kill_counter = OomKillCounter()
@@ -156,7 +157,7 @@ class Agent:
         for rank in self._ranks.values():
             rank.close(deadline)
         self._ranks.clear()
-        for part in (self._orphan_killer, self._prober, self._gpu_monitor):
+        for part in (self._orphan_killer, self._prober, self._reservation, self._gpu_monitor):
             if part is not None:
                 part.close()
 
@@ -218,7 +219,9 @@ class Agent:
             # Imported here, because it imports ZeroMQ, and the agent of an only host never needs it.
             from ronde.launch.network import NetworkProber
 
-            self._prober = NetworkProber(lambda reply: self._loop.call_soon_threadsafe(lambda: self._report(reply)))
+            self._prober = NetworkProber(
+                lambda reply: self._loop.call_soon_threadsafe(lambda: self._report(reply)), self._reservation
+            )
         self._prober.probe(request)
         if self._prober_timer is not None:
             self._prober_timer.cancel()

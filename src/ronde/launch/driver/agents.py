@@ -25,7 +25,7 @@ from ronde.errors import StartFailed
 from ronde.launch.agent.agent import Agent
 from ronde.launch.driver.ssh import HostError, SshAgentConnection, make_missing_directory_error
 from ronde.launch.job import Job
-from ronde.launch.network import LOOPBACK, HostFacts, JobNetwork, LateHostProbe, choose_addresses
+from ronde.launch.network import LOOPBACK, HostFacts, JobNetwork, LateHostProbe, choose_addresses, find_ports
 from ronde.launch.placement import Host
 from ronde.launch.protocol import (
     AgentError,
@@ -33,6 +33,7 @@ from ronde.launch.protocol import (
     AgentMessage,
     DriverHeartbeat,
     DriverMessage,
+    PortCounts,
     ProbeReply,
     ProbeRequest,
 )
@@ -44,7 +45,7 @@ from ronde.launch.timeouts import (
     RESOLVE_TIMEOUT_S,
     UNLIMITED_S,
 )
-from ronde.net.addresses import candidate_addresses, find_free_ports, parse_address, resolve_host
+from ronde.net.addresses import PortReservation, candidate_addresses, parse_address, resolve_host
 from ronde.net.event_loop import EventLoop, Timer
 from ronde.types import Deadline
 
@@ -132,6 +133,8 @@ class AgentGroup:
         self._on_ready: Callable[[int], None] = lambda index: None
         self._key = ""
         self._network: JobNetwork | None = None
+        self._reservation = PortReservation()
+        """On this machine, if it is the only one."""
         self._start_timers: dict[int, Timer] = {}
         """Of hosts that were added and have not answered yet."""
         self._unprobed: deque[int] = deque()
@@ -171,20 +174,20 @@ class AgentGroup:
         if not all(map(self._is_local, self._agents)):
             self._start_heartbeats()
 
-    def probe_network(self, key: str, num_ports: Sequence[int], *, may_grow: bool = False) -> JobNetwork:
-        """Find out where all hosts reach each other, and so many free ports on each host. `may_grow`: hosts may be
-        added later, so that this machine needs an address for them even if it is the only one now."""
+    def probe_network(self, key: str, num_ports: Sequence[PortCounts], *, may_grow: bool = False) -> JobNetwork:
+        """Find out where all hosts reach each other, and so many ports on each host. `may_grow`: hosts may be added
+        later, so that this machine needs an address for them even if it is the only one now."""
         self._key = key
         indices = [index for index in self._agents if index not in self._errors]
         hosts = [index for index in indices if index in self._hosts]
         if all(map(self._is_local, indices)):
             address = candidate_addresses()[0] if may_grow else ""
-            ports = {index: find_free_ports(LOOPBACK, num_ports[index]) for index in hosts}
+            ports = {index: find_ports(LOOPBACK, num_ports[index], self._reservation) for index in hosts}
             facts = {index: self._make_facts(index, address, ports[index]) for index in hosts}
             driver_address = address or LOOPBACK
         else:
             requests = {
-                index: ProbeRequest(key, (), PROBE_TIMEOUT_S, num_ports[index] if index in hosts else 0)
+                index: ProbeRequest(key, (), PROBE_TIMEOUT_S, num_ports[index] if index in hosts else PortCounts())
                 for index in indices
             }
             own = self._request_probes(requests)
@@ -274,6 +277,7 @@ class AgentGroup:
         """Stop all agents and what they started, and wait for that as long as it is useful. Idempotent."""
         agents, self._agents = self._agents, {}
         self._closed = True
+        self._reservation.close()
         for timer in self._start_timers.values():
             timer.cancel()
         if not agents:

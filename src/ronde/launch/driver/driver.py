@@ -44,7 +44,7 @@ from ronde.launch.job import Job
 from ronde.launch.network import HostFacts
 from ronde.launch.output.printer import Printer
 from ronde.launch.placement import Host, Placement, hosts_or_localhost
-from ronde.launch.protocol import RankOrder
+from ronde.launch.protocol import PortCounts, RankOrder
 from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey, new_job_key
@@ -167,7 +167,7 @@ class Driver:
     def _run_fixed(self, loop: EventLoop, opened: ExitStack) -> JobResult:
         job, key = self._job, new_job_key()
         agents = self._open_agents(loop, job.used_hosts, opened)
-        network = agents.probe_network(key, count_ports(job))
+        network = agents.probe_network(key, count_ports(job, os.environ))
         if self._stop_requests:
             raise StartCancelled
         coordinator = CoordinatorServer(
@@ -213,7 +213,7 @@ class Driver:
         first_hosts = slots.plan(time.monotonic(), has_begun=False).connect
         agents = self._open_agents(loop, first_hosts, opened)
         may_grow = source.poll_interval_s is not None or len(slots.hosts) > 1
-        network = agents.probe_network(key, (0,) * len(first_hosts), may_grow=may_grow)
+        network = agents.probe_network(key, (PortCounts(),) * len(first_hosts), may_grow=may_grow)
         if self._stop_requests:
             raise StartCancelled
 

@@ -16,7 +16,7 @@ from ronde.launch.driver.agents import DRIVER_INDEX, LOCALHOST_NAMES, AgentGroup
 from ronde.launch.job import Job, SshOptions
 from ronde.launch.network import LOOPBACK
 from ronde.launch.placement import Host
-from ronde.launch.protocol import AgentMessage, RankExit, RankOrder, StartRanks
+from ronde.launch.protocol import AgentMessage, PortCounts, RankExit, RankOrder, StartRanks
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import new_job_key
 from tests.limits import PATIENCE_S, promised_s
@@ -69,7 +69,7 @@ def agents_of(names: Sequence[str], *, start_s: float = 20.0, call: bytes = b"")
 def test_this_machine_alone_needs_no_ssh_and_no_probing() -> None:
     with agents_of(["localhost"]) as alone:
         alone.start_agents()
-        network = alone.probe_network(new_job_key(), [3])
+        network = alone.probe_network(new_job_key(), [PortCounts(2, 1)])
     assert network.driver_address == LOOPBACK and network.addresses == {0: LOOPBACK}
     (facts,) = network.host_facts.values()
     assert (facts.address, len(set(facts.free_ports)), facts.is_local) == ("", 3, True)
@@ -81,7 +81,7 @@ def test_a_host_behind_ssh_and_the_driver_find_where_they_reach_each_other() -> 
     # Both are this machine, so the way is never in doubt: what matters is that everybody is asked.
     with agents_of(["other"]) as both:
         both.start_agents()
-        network = both.probe_network(new_job_key(), [2])
+        network = both.probe_network(new_job_key(), [PortCounts(1, 1)])
     assert (both.driver_index, len(both.hellos)) == (DRIVER_INDEX, 2)
     (facts,) = network.host_facts.values()
     assert (facts.address, len(facts.free_ports), facts.is_local) == ("", 2, False)
@@ -189,7 +189,7 @@ class ElasticAgents:
 
     def begin(self) -> None:
         self.group.start_agents()
-        self.group.probe_network(new_job_key(), [0] * 10, may_grow=True)
+        self.group.probe_network(new_job_key(), [PortCounts()] * 10, may_grow=True)
         self.group.set_handlers(
             lambda index, message: self.reports.append((index, message)),
             lambda index, error: self.lost.__setitem__(index, error.reason),

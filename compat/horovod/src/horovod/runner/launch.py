@@ -184,6 +184,7 @@ def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mappin
         ),
         env=given,
         settings=settings,
+        tf_config=args.tf_config,
         pickled_call=call,
         limits=make_elastic_limits(
             settings,
@@ -353,6 +354,7 @@ def make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("library")
     _add_switch(group, "mpi-threads-disable", "without effect")
     group.add_argument("--mpi-args", help="without effect: processes are not started by mpirun")
+    _add_switch(group, "tf-config", "give processes a TF_CONFIG, as without the flag; --no-tf-config gives none")
     group.add_argument("--tcp", dest="tcp_flag", action="store_true", help="sets NCCL_IB_DISABLE=1")
     group.add_argument("--binding-args", help="without effect; see `ronde run --bind`")
     _add_value(group, "num-nccl-streams", int, "without effect")
