@@ -64,10 +64,7 @@ class GradientReduction:
             return list(gradients)
         sent = [self._encode(each) for each in gradients]
         reduced = _REDUCE[keras.backend.backend()](self, sent, list(variables), values, when)
-        return [
-            received if received is None or sent is given else keras.ops.cast(received, variable.dtype)
-            for received, sent, given, variable in zip(reduced, sent, gradients, variables, strict=True)
-        ]
+        return [self._decode(each, variable) for each, variable in zip(reduced, variables, strict=True)]
 
     def all_true(self, flag: Any) -> Any:
         """Whether a boolean tensor is true on all ranks. Collective."""
@@ -133,17 +130,24 @@ class GradientReduction:
             return gradient
         return keras.ops.cast(gradient, self._codec)
 
+    def _decode(self, reduced: Any, variable: Any) -> Any:
+        if self._codec is None or reduced is None or hasattr(reduced, "indices"):
+            return reduced
+        return keras.ops.cast(reduced, variable.dtype)
+
     def _reduce_torch(self, gradients: list[Any], variables: list[Any], values: Any, when: Any) -> list[Any]:
         from ronde.torch.gradients import reduce_gradients
         from ronde.torch.tensors import ReduceOptions
 
-        parameters = [variable.value for variable in variables]
-        reduced = reduce_gradients(
-            gradients, parameters, group=resolve_group(self.group), options=ReduceOptions(**self.options)
-        )
+        templates = [  # of missing gradients, as they are sent
+            variable.value if gradient is not None else self._encode(variable.value)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+        options = ReduceOptions(**self.options)
+        reduced = reduce_gradients(gradients, templates, group=resolve_group(self.group), options=options)
         if self.count_step():
             self._compared_variables = variables
-            self.compare([keras.ops.convert_to_numpy(each) for each in parameters])
+            self.compare([keras.ops.convert_to_numpy(variable.value) for variable in variables])
         return list(reduced)
 
     def _reduce_jax(self, gradients: list[Any], variables: list[Any], values: Any, when: Any) -> list[Any]:
