@@ -132,7 +132,7 @@ class OwnStep(keras.Model):
         self.inner = perceptron()
         self.unused = self.add_weight(shape=(2,), name="unused")
 
-    def call(self, x: Any) -> Any:
+    def call(self, x: Any, training: bool = False) -> Any:
         return self.inner(x)
 
     if BACKEND == "tensorflow":
