@@ -1,0 +1,3 @@
+"""Distributed training with TensorFlow."""
+from ronde.tensorflow.collectives import *  # temporary
+from ronde.tensorflow.graph_errors import find_error
