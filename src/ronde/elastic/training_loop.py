@@ -83,7 +83,8 @@ def _run(train: Callable[[], Any], state: State, termination: TerminationSignal)
             raise SystemExit(0) from None
         except RoundChange:
             noticed_ns, why = time.monotonic_ns(), "ranks come or go"
-        except Exception as error:
+        except Exception as raised:
+            error = find_original(raised)
             if not is_loss(error):
                 if not termination.has_come:
                     raise
@@ -106,9 +107,28 @@ def _record_change(why: str, noticed_ns: int, joined_ns: int) -> None:
     world.recorder.record_event(RoundChanged(rank=world.rank, size=world.size, why=why, **times))
 
 
+_error_finders: list[Callable[[Exception], Exception | None]] = []
+
+
+def register_error_finder(find: Callable[[Exception], Exception | None]) -> None:
+    """For a framework that turns the errors of operations into its own: `find` returns the original of such an error,
+    or None."""
+    _error_finders.append(find)
+
+
+def find_original(error: Exception) -> Exception:
+    """The error that a framework has turned into this one; the error itself if there is none."""
+    for find in _error_finders:
+        found = find(error)
+        if found is not None:
+            return found
+    return error
+
+
 def is_loss(error: Exception) -> bool:
     """Whether the error, or the one from which user code has raised it, says that this round has lost a rank or is
     over. An operation in a group of an earlier round also ends with RoundEnded; another round would not mend that."""
+    error = find_original(error)
     found = error if isinstance(error, RoundEnded) else error.__cause__
     if not isinstance(found, RoundEnded) or not is_initialized():
         return False
