@@ -30,6 +30,7 @@ from ronde.tensorflow.graph_operations import (
     add_python_node,
     find_call_site,
     get_world_can_change,
+    run_independently,
     unique_in_graph,
     without_autograph,
 )
@@ -248,7 +249,9 @@ def _add_bucket_nodes(
                 scales=f"{signature.prescale!r} {signature.postscale!r}",
             )
         last_start = started.run.op
+        run_independently(last_start)
         finished = ops.ronde_finish_bucket(inputs=started.outputs, run=started.run)
+        run_independently(finished[0].op)
         for index, each in zip(bucket.indices, finished, strict=True):
             results[index] = each
     return results
