@@ -197,12 +197,14 @@ class GradientReduction:
             compare_checksums(members, checksums, advice=ADVICE)
 
     def _add_comparison(self, variables: Sequence[Any]) -> None:
-        """Compare the variables in one step of those that a TensorFlow graph will run. The others only count."""
+        """Compare the variables in one of the steps that TensorFlow runs, eagerly or in a graph. The others only
+        count."""
         from ronde.tensorflow.graph_operations import add_python_node
 
         if self._step_variable is None:
             self._step_variable = keras.Variable(0, dtype="int32", trainable=False, name="ronde_steps")
         self._step_variable.assign_add(1)
+        is_compared = keras.ops.equal(self._step_variable, self._compare_at_step)
         parameters = [keras.ops.convert_to_tensor(variable) for variable in variables]
 
         def compare(*arrays: Any) -> list[Any]:
@@ -210,8 +212,12 @@ class GradientReduction:
             self._compare(arrays)
             return [np.True_]
 
+        if hasattr(is_compared, "numpy"):  # eager
+            if is_compared.numpy():
+                compare(*[parameter.numpy() for parameter in parameters])
+            return
         keras.ops.cond(
-            keras.ops.equal(self._step_variable, self._compare_at_step),
+            is_compared,
             lambda: add_python_node(compare, parameters, ["bool"], [()])[0],
             lambda: keras.ops.convert_to_tensor(True),
         )

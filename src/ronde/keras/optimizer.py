@@ -150,18 +150,11 @@ class DistributedApply(DistributedBase):
             grads = self.gradient_reduction.reduce(list(grads), variables, when=is_update)
         return base._clip_gradients(grads)
 
-    @property
-    def loss_scale_factor(self) -> float | None:
-        """A constant loss scale, as in every optimizer of Keras."""
-        found: float | None = self.__dict__.get("loss_scale_factor")
-        return found
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: float | None) -> None:
-        # LossScaleOptimizer sets it to None when it is put around this optimizer, as by compile() under mixed_float16.
-        if value is None and "_iterations" in self.__dict__:
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A LossScaleOptimizer does this to the optimizer that it is put around, as compile() does under mixed_float16.
+        if name == "loss_scale_factor" and value is None and "_iterations" in self.__dict__:
             raise ValueError(WRAP_FIRST)
-        self.__dict__["loss_scale_factor"] = value
+        super().__setattr__(name, value)
 
 
 class DistributedLossScale(DistributedBase):
