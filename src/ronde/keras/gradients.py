@@ -30,14 +30,14 @@ FIRST_COMPARED_STEP = 2
 """The first step that can be compared: a model that its first batch builds is broadcast after that batch."""
 ADVICE = (
     ". Add ronde.keras.callbacks.BroadcastInitialState() to the callbacks of fit(), or call "
-    "ronde.keras.broadcast_parameters(model) before training, on all ranks, or let all of them load the same checkpoint. "
-    "If they are meant to differ, compare_at_step=0 or RONDE_COMPARE_AT_STEP=0 turns this off"
+    "ronde.keras.broadcast_parameters(model) before training, on all ranks, or let all of them load the same "
+    "checkpoint. If they are meant to differ, compare_at_step=0 or RONDE_COMPARE_AT_STEP=0 turns this off"
 )
 _num_reductions: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
 """How many optimizers have averaged gradients over each group."""
 
 
-class GradientReduction:
+class KerasGradientReduction:
     """Averages the gradients of one optimizer over the ranks of a group; all of its members call it equally often."""
 
     def __init__(self, settings: GradientSettings, group: Group | None, codec: str | None) -> None:
@@ -56,7 +56,12 @@ class GradientReduction:
         return members.included and (members.size > 1 or current_world().settings.elastic)
 
     def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], *, values: Sequence[Any] | None = None, when: Any = None
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        values: Sequence[Any] | None = None,
+        when: Any = None,
     ) -> list[Any]:
         """Return the average of the gradients; None stays None. Collective.
 
