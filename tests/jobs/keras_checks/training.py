@@ -290,7 +290,7 @@ def check_jit_compile() -> None:
     if BACKEND == "torch":
         return
     fit(model, DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True, callbacks=[BroadcastInitialState()])
-    fit_alone(alone, keras.optimizers.SGD(0.1), jit_compile=False)
+    fit_alone(alone, keras.optimizers.SGD(0.1))
     assert model.jit_compile is (BACKEND == "jax")
     assert_close(weights(model), weights(alone))
     assert_same_on_all_ranks(weights(model))
