@@ -11,7 +11,7 @@ import tensorflow as tf
 import ronde
 import ronde.tensorflow as rt
 from ronde.tensorflow.op_library import load_op_library
-from tests.jobs.tensorflow_checks.checks import check, each_way, of_ranks
+from tests.jobs.tensorflow_checks.checks import check, each_way, make_session, of_ranks
 
 DTYPES = [
     *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
@@ -122,7 +122,7 @@ def gradients_are_those_of_the_sum_of_all_losses() -> None:
     expected = [4.5 + 4.0 + 2.0 + 1.0, 4.5 + 2.0] if me == 0 else [4.5 + 4.0 + 2.0 + 2.0 + 1.0, 4.5 + 4.0 + 2.0 + 2.0]
     for way, results in each_way(compute, np.float32([1.0, 2.0])):
         assert results[0].tolist() == expected, (way, results[0])
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    with tf.Graph().as_default(), make_session() as session:
         v = tf.constant([1.0, 2.0])
         assert session.run(tf.gradients(loss_of(v), v))[0].tolist() == expected
 

@@ -160,7 +160,9 @@ def plans_may_be_opened_in_any_order() -> None:
 
     @tf.function
     def compute(x: Any) -> Any:
-        names = ["first", "second"] if ronde.rank() == 0 else ["second", "first"]
+        names = ["first", "second"]
+        if ronde.rank() and load_op_library() is not None:
+            names.reverse()
         found = {name: rt.reduce_gradients([x * len(name)], [variable], name=name)[0] for name in names}
         return [found["first"], found["second"]]
 
