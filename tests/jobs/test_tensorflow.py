@@ -1,5 +1,5 @@
-"""ronde.tensorflow on two ranks: the checks of tests/jobs/tensorflow_checks, with native kernels and through Python, and
-what ranks see when one of them is lost or does not come. Ranks run in the environment that has TensorFlow."""
+"""ronde.tensorflow on two ranks: the checks of tests/jobs/tensorflow_checks, with native kernels and through Python,
+and what ranks see when one of them is lost or does not come. Ranks run in the environment that has TensorFlow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.limits import LONG_S, LONG_TEST_S, OPERATION_S
 from tests.services import needs
 
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
-RUN = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np", "2")
+RUN: tuple[str | Path, ...] = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np", "2")
 CHECKS = ROOT / "tests/jobs/tensorflow_checks"
 pytestmark = [
     pytest.mark.timeout(LONG_TEST_S),

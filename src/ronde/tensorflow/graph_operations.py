@@ -191,8 +191,8 @@ def add_broadcasts(operations: Sequence[GraphOperation], xs: Sequence[Any]) -> l
 def add_python_node(
     function: Callable[..., Sequence[Any]], xs: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any]
 ) -> list[Any]:
-    """A node that calls a function with arrays and returns arrays. In a function, it runs after the ones that were added
-    before it."""
+    """A node that calls a function with arrays and returns arrays. In a tf.function, it runs after the ones that were
+    added before it."""
 
     def run(*arrays: Any) -> list[Any]:
         try:

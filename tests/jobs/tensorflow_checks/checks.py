@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +13,7 @@ import tensorflow as tf
 import ronde
 from ronde.tensorflow.op_library import load_op_library
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
@@ -46,14 +47,15 @@ def each_way(function: Callable[..., Any], *inputs: Any) -> Iterator[tuple[str, 
         yield "graph", session.run(tf.nest.flatten(nodes))
 
 
+def in_graph(function: _Function) -> _Function:
+    """tf.function, with the type of the function."""
+    converted: _Function = tf.function(function)
+    return converted
+
+
 def make_session() -> Any:
     """A session. Operations that run through Python hold a thread each."""
     if load_op_library() is not None:
         return tf.compat.v1.Session()
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=16, use_per_session_threads=True)
     return tf.compat.v1.Session(config=config)
-
-
-def of_ranks(make: Callable[[int], Any]) -> list[Any]:
-    """What each rank has."""
-    return [make(rank) for rank in range(ronde.size())]

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import ronde
 import ronde.tensorflow as rt
+from tests.jobs.tensorflow_checks.checks import in_graph
 from tests.limits import RANK_S
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -45,7 +46,7 @@ def lose_a_rank_in_a_step() -> None:
     variables = [tf.Variable(tf.zeros([2000])) for _ in range(4)]
     settings = rt.GradientSettings(bucket_mb=0.005)
 
-    @tf.function
+    @in_graph
     def train(step: Any) -> Any:
         gradients = [tf.ones([2000])] * 3
         with tf.control_dependencies(gradients):
@@ -62,7 +63,7 @@ def lose_a_rank_in_a_step() -> None:
 
 
 def lose_a_rank_in_an_operation() -> None:
-    @tf.function
+    @in_graph
     def compute(step: Any) -> Any:
         step = tf.numpy_function(kill_self_at, [step], tf.int32)
         return rt.allreduce(tf.cast(step, tf.float32), name="loss")
