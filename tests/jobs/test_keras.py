@@ -61,7 +61,7 @@ def environment(backend: str) -> dict[str, str]:
 def results(backend: str) -> tuple[list[dict[str, Any]], str]:
     """How the checks ended on each rank, and what the job printed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [*RUN, PYTHON, "-m", "tests.jobs.scripts.keras_checks", folder]
+        command: list[str | Path] = [*RUN, PYTHON, "-m", "tests.jobs.scripts.keras_checks", folder]
         done = run_command(command, env=environment(backend), limit_s=LONG_S)
         files = [Path(folder) / f"rank{rank}.json" for rank in range(2)]
         ended = [json.loads(file.read_text()) if file.exists() else {} for file in files]
