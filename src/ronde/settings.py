@@ -240,6 +240,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             minimum=0,
         ),
     ] = 1024 * 1024 * 1024
+    tensorflow_ops: Annotated[
+        str,
+        Setting(
+            "How operations run inside of TensorFlow graphs: by `native` kernels, or through `python`, which is "
+            "slower. `auto`: native if a self-test finds that they work with the installed TensorFlow.",
+            choices=("auto", "native", "python"),
+        ),
+    ] = "auto"
     timeline: Annotated[
         str,
         Setting(
@@ -338,6 +346,13 @@ def parse_setting(name: str, text: str, source: str) -> Any:  # the type is the 
 
 
 def config_dir(environ: Mapping[str, str] | None = None) -> Path:
-    environ = os.environ if environ is None else environ
-    given = environ.get("XDG_CONFIG_HOME", "")
-    return (Path(given) if given.startswith("/") else Path.home() / ".config") / "ronde"
+    return _user_dir("XDG_CONFIG_HOME", ".config", environ)
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    return _user_dir("XDG_CACHE_HOME", ".cache", environ)
+
+
+def _user_dir(variable: str, default: str, environ: Mapping[str, str] | None) -> Path:
+    given = (os.environ if environ is None else environ).get(variable, "")
+    return (Path(given) if given.startswith("/") else Path.home() / default) / "ronde"

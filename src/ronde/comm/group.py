@@ -27,6 +27,7 @@ from ronde.comm.arguments import (
     check_splits,
     is_on_device,
 )
+from ronde.comm.backends.native_library import NativeStatus
 from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, as_receive_buffer, split_by_counts
 from ronde.comm.call import (
     Call,
@@ -56,9 +57,9 @@ from ronde.comm.operations import (
     make_row_count_exchange,
 )
 from ronde.comm.work import Work
-from ronde.errors import RondeError, RoundEnded
+from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.event_loop import check_threads_can_start
-from ronde.net.messages import CanShareIds
+from ronde.net.messages import AbortChannel, CanShareIds
 from ronde.text import format_ranks
 from ronde.types import Deadline, DType, Op, OperationKind
 
@@ -510,6 +511,13 @@ class Group:
         if channel in self._plan_channels:
             self._plan_channels.remove(channel)
         self._open_channels.close(channel)
+
+    def abort_plan_channel(self, channel: Channel, why: str) -> None:
+        # Let the members lose this rank on the channel, because it has not done there what they expect of it.
+        rank = self._world_rank
+        channel.abort(PeerLost(rank=rank, peer=rank, why=why))
+        id = channel.backend_channel.spec.id
+        self._control_thread.waits.enqueue(AbortChannel(id, NativeStatus.PEER_LOST, rank, 0, why))
 
     def leave_mailboxes(self, deadline: Deadline) -> None:
         # Called before this rank sends its last messages: no handler is called any more, and nothing more is posted.

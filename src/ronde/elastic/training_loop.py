@@ -83,16 +83,17 @@ def _run(train: Callable[[], Any], state: State, termination: TerminationSignal)
             raise SystemExit(0) from None
         except RoundChange:
             noticed_ns, why = time.monotonic_ns(), "ranks come or go"
-        except Exception as error:
-            if not is_loss(error):
+        except Exception as raised:
+            found = find_original(raised)
+            if not is_loss(found):
                 if not termination.has_come:
                     raise
                 # SIGTERM to a process group ends the workers of a data loader, too; then the step cannot be finished.
-                logger.warning("leaving in the middle of a step, told to end by SIGTERM: %s", error)
+                logger.warning("leaving in the middle of a step, told to end by SIGTERM: %s", found)
                 leave_preempted()
-            noticed_ns, why = time.monotonic_ns(), str(error)
+            noticed_ns, why = time.monotonic_ns(), str(found)
             # Without the rank of this process and its operation: so `ronde run` shows equal lines of all ranks once.
-            lost = f"rank {error.peer} is lost ({error.why})" if isinstance(error, PeerLost) else str(error)
+            lost = f"rank {found.peer} is lost ({found.why})" if isinstance(found, PeerLost) else str(found)
             logger.warning("%s; training goes on", lost)
             state.undo_step()
         if termination.has_come:
@@ -106,9 +107,28 @@ def _record_change(why: str, noticed_ns: int, joined_ns: int) -> None:
     world.recorder.record_event(RoundChanged(rank=world.rank, size=world.size, why=why, **times))
 
 
+_error_finders: list[Callable[[Exception], Exception | None]] = []
+
+
+def register_error_finder(find: Callable[[Exception], Exception | None]) -> None:
+    """For a framework that turns the errors of operations into its own: `find` returns the original of such an error,
+    or None."""
+    _error_finders.append(find)
+
+
+def find_original(error: Exception) -> Exception:
+    """The error that a framework has turned into this one; the error itself if there is none."""
+    for find in _error_finders:
+        found = find(error)
+        if found is not None:
+            return found
+    return error
+
+
 def is_loss(error: Exception) -> bool:
     """Whether the error, or the one from which user code has raised it, says that this round has lost a rank or is
     over. An operation in a group of an earlier round also ends with RoundEnded; another round would not mend that."""
+    error = find_original(error)
     found = error if isinstance(error, RoundEnded) else error.__cause__
     if not isinstance(found, RoundEnded) or not is_initialized():
         return False

@@ -1,0 +1,59 @@
+"""Distributed training with TensorFlow.
+
+    import ronde
+    import ronde.tensorflow
+
+    ronde.init()
+    tape = ronde.tensorflow.DistributedGradientTape(tape)
+
+The guide is docs/guides/tensorflow.md.
+"""
+
+from __future__ import annotations
+
+from ronde.tensorflow.broadcast_state import (
+    allgather_object,
+    average_metrics,
+    broadcast_object,
+    broadcast_variables,
+)
+from ronde.tensorflow.collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    join,
+    local_rank_op,
+    local_size_op,
+    rank_op,
+    reduce_scatter,
+    size_op,
+)
+from ronde.tensorflow.gradients import reduce_gradients
+from ronde.tensorflow.graph_errors import find_error
+from ronde.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
+from ronde.training.gradient_settings import GradientSettings
+
+__all__ = [
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "GradientSettings",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "average_metrics",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_variables",
+    "find_error",
+    "join",
+    "local_rank_op",
+    "local_size_op",
+    "rank_op",
+    "reduce_gradients",
+    "reduce_scatter",
+    "size_op",
+]

@@ -1,0 +1,79 @@
+"""One state for all ranks: broadcast_variables(), objects, and metrics of the whole job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ronde.comm import objects
+from ronde.comm.group import Group
+from ronde.comm.world import resolve_group
+from ronde.tensorflow.collectives import as_array
+from ronde.tensorflow.graph_operations import add_broadcasts, operation_name, without_autograph
+from ronde.tensorflow.op_library import GraphOperation
+from ronde.training.agreement import check_equal
+from ronde.training.metrics import weighted_means, weighted_values
+
+
+@without_autograph
+def broadcast_variables(variables: Sequence[Any], root: int = 0, *, group: Group | None = None) -> Any:
+    """Give the values that the variables have on the root, a rank of the world, to those of all ranks. Collective.
+
+    They are variables of TensorFlow or of Keras: all ranks pass the same ones in the same order. Eagerly, it returns
+    when that is done. In a graph of a session it returns the node that does it.
+    """
+    members, given = resolve_group(group), list(variables)
+    if tf.executing_eagerly():
+        _broadcast_eagerly(members, given, root)
+        return None
+    base = operation_name("broadcast_variables", None)
+    if not given:
+        return tf.no_op()
+    operations = [GraphOperation("broadcast", f"{base}.{index}", members.id, root=root) for index in range(len(given))]
+    values = add_broadcasts(operations, [tf.convert_to_tensor(variable) for variable in given])
+    return tf.group(*[variable.assign(value) for variable, value in zip(given, values, strict=True)])
+
+
+def _broadcast_eagerly(members: Group, variables: list[Any], root: int) -> None:
+    tensors = [tf.convert_to_tensor(variable) for variable in variables]
+    described = [f"{each.dtype.name}{each.shape.as_list()}" for each in tensors]
+    check_equal(members, f"broadcast_variables of {len(variables)} variables", described)
+    works = [members.broadcast(as_array(each), root=root, wait=False) for each in tensors]
+    is_root = members.rank is not None and members.ranks[members.rank] == root
+    for variable, work in zip(variables, works, strict=True):
+        value = work.wait()
+        if not is_root:
+            variable.assign(value)
+
+
+def broadcast_object(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # any object
+    """Return the object of the root, a rank of the world. What the other ranks pass is ignored."""
+    return objects.broadcast(obj, root, group=group)
+
+
+def allgather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
+    """Return the objects of all members, in their order."""
+    return objects.allgather(obj, group=group)
+
+
+def average_metrics(
+    values: Mapping[str, Any], *, count: float | Mapping[str, float] = 1.0, group: Group | None = None
+) -> dict[str, float]:
+    """Return the means over all ranks, weighted by `count`, the number of samples that this rank's values stand for.
+
+    `values` are numbers, eager tensors or metrics of Keras by name. Every rank calls it, even one without a sample:
+    with count=0 its values do not count, and `values` may be empty. A metric without any sample is NaN. Every rank gets
+    the same numbers.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"average_metrics takes values by name, such as {{'loss': loss}}, got a {type(values).__name__}"
+        )
+    numbers = {
+        name: np.asarray(value.result() if hasattr(value, "result") else value) for name, value in values.items()
+    }
+    mine = weighted_values(numbers, count)
+    return weighted_means(objects.allgather(mine, group=group))

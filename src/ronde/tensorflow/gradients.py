@@ -1,0 +1,282 @@
+"""Gradients, averaged over all ranks: reduce_gradients(), for tapes and optimizers.
+
+Dense gradients travel in buckets. In a graph each bucket is a pair of nodes, start and finish, so that buckets are
+reduced while the backward pass goes on. The starts of a graph are chained: every rank submits the buckets of a plan in
+one order, on a channel that the plan has for itself, whatever order TensorFlow runs the rest in. What the members have
+to agree on travels with every bucket as a hash, so different plans are an error that names them.
+
+A plan is known by its name, and not by what it contains: a function that is traced again, with another batch size or by
+one rank only, uses the same channel.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import tensorflow as tf
+
+from ronde.comm.backends.base import RunningCall
+from ronde.comm.buffers import address_of
+from ronde.comm.call import MAX_DESCRIPTION_BYTES, CallOptions, Signature, Span, get_signature, hash_signature
+from ronde.comm.group import Group
+from ronde.comm.world import resolve_group
+from ronde.tensorflow.collectives import DTYPES, allreduce_slices, as_array, as_tensor
+from ronde.tensorflow.graph_operations import (
+    add_python_node,
+    find_call_site,
+    get_world_can_change,
+    run_independently,
+    unique_in_graph,
+    without_autograph,
+)
+from ronde.tensorflow.op_library import GraphOperation
+from ronde.tensorflow.operation_thread import find_group, get_ops, plan_channels
+from ronde.text import shorten
+from ronde.training.adapter import ParameterInfo
+from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
+from ronde.training.gradient_settings import GradientSettings
+from ronde.types import Deadline, DType, OperationKind, parse_op
+
+CODECS = ("none", "float16", "bfloat16")
+
+
+@without_autograph
+def reduce_gradients(
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    *,
+    settings: GradientSettings | None = None,
+    group: Group | None = None,
+    name: str = "",
+    codec: str | None = None,
+) -> list[Any]:
+    """Return the gradients, averaged over all members (or as `settings` says), in their order. Collective.
+
+    `gradients` are tensors, tf.IndexedSlices or None, and `variables` what they belong to: variables of TensorFlow or
+    of Keras. What is None stays so, and must be None on all ranks. Works eagerly, in tf.function and in graphs of
+    sessions. `codec` float16 or bfloat16 sends 16 bits per number. `name` tells apart what is reduced at different
+    places of a program; without one, it is the place of the call.
+    """
+    members, wanted = resolve_group(group), settings or GradientSettings()
+    wire = _check_codec(codec)
+    if len(gradients) != len(variables):
+        raise ValueError(f"reduce_gradients got {len(gradients)} gradients for {len(variables)} variables")
+    if members.size == 1 and not get_world_can_change():
+        return list(gradients)
+    names = variable_names(variables)
+    wanted.check_names(names)
+    given = zip(gradients, variables, names, strict=True)
+    prepared = [_prepare(gradient, variable, each, wanted) for gradient, variable, each in given]
+    plan_name = name or find_call_site()
+    if not name and not tf.executing_eagerly():
+        plan_name = unique_in_graph(f"gradients {plan_name}")
+    dense = [i for i, each in enumerate(prepared) if each is not None and not isinstance(each, tf.IndexedSlices)]
+    results = list(prepared)
+    op = parse_op(wanted.op)
+    for index, each in enumerate(prepared):
+        if isinstance(each, tf.IndexedSlices):
+            wanted.sparse_scales(1, members.size)  # raises for adasum
+            options = GraphOperation("allreduce", group=members.id, op=op.name.lower())
+            part = None if tf.executing_eagerly() else f"{plan_name}.{index}"
+            results[index] = allreduce_slices(members, each, options, part)
+    if dense:
+        reduced = _reduce_dense(
+            members, plan_name, [prepared[i] for i in dense], [names[i] for i in dense], wanted, wire
+        )
+        for index, each in zip(dense, reduced, strict=True):
+            results[index] = each
+    return results
+
+
+def variable_names(variables: Sequence[Any]) -> list[str]:
+    """The names of variables of TensorFlow or of Keras, each of them once."""
+    names: dict[str, int] = {}
+    unique = []
+    for variable in variables:
+        name = str(getattr(variable, "path", None) or getattr(variable, "name", "variable"))
+        number = names[name] = names.get(name, 0) + 1
+        unique.append(name if number == 1 else f"{name} ({number})")
+    return unique
+
+
+def _stable_name(name: str) -> str:
+    """The name without the numbers that Keras gives to layers: they depend on what else a process has built, so that
+    they may differ between ranks."""
+    return re.sub(r"_\d+(?=/|$)", "", name)
+
+
+def _check_codec(codec: str | None) -> Any:
+    """The dtype in which float32 and float64 travel; None if as they are."""
+    if codec is not None and codec not in CODECS:
+        raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {codec!r}")
+    return None if codec in (None, "none") else tf.as_dtype(codec)
+
+
+def _prepare(gradient: Any, variable: Any, name: str, settings: GradientSettings) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        if settings.check_finite:
+            tf.debugging.check_numerics(gradient.values, f"the gradient of {name!r} is not finite")
+        return tf.convert_to_tensor(gradient) if settings.sparse_as_dense else gradient
+    tensor = tf.convert_to_tensor(gradient)
+    if tensor.dtype.name not in DTYPES:
+        raise TypeError(f"the gradient of {name!r} has dtype {tensor.dtype.name}, which cannot be reduced")
+    if settings.check_finite:
+        tensor = tf.debugging.check_numerics(tensor, f"the gradient of {name!r} is not finite")
+    if not tensor.shape.is_fully_defined():
+        tensor = tf.ensure_shape(tensor, variable.shape)
+    if not tensor.shape.is_fully_defined():
+        raise ValueError(f"the gradient of {name!r} has the shape {tensor.shape}, which is not known in advance")
+    return tensor
+
+
+# --- dense gradients -------------------------------------------------------------------------------------------------
+
+
+class PlannedBucket(NamedTuple):
+    """One bucket of a plan: which gradients are in it, and what the members have to agree on."""
+
+    indices: tuple[int, ...]
+    signature: Signature
+    num_elements: int
+
+
+def plan_buckets(
+    parameters: Sequence[ParameterInfo], settings: GradientSettings, plan: str, names: Sequence[str] = ()
+) -> tuple[PlannedBucket, ...]:
+    """The buckets of dense gradients, in the order in which they are reduced: equal on all ranks whose parameters and
+    settings are. `names` are those that settings.together uses, if they are not those of the parameters."""
+    total_bytes = sum(each.count * DType[each.dtype.upper()].num_bytes for each in parameters)
+    limits = choose_size_limits(total_bytes, settings.bucket_mb, overlap=settings.overlap is not False)
+    named = [msgspec.structs.replace(each, name=name) for each, name in zip(parameters, names, strict=False)]
+    buckets = assign_buckets(named or parameters, (), limits, settings.together)
+    digest = hash_signature(repr([plan, settings.describe(), *map(str, parameters)]))
+    return tuple(
+        _make_bucket(number, bucket, len(buckets), parameters, settings, digest)
+        for number, bucket in enumerate(buckets)
+    )
+
+
+def _make_bucket(
+    number: int,
+    bucket: GradientBucket,
+    num_buckets: int,
+    parameters: Sequence[ParameterInfo],
+    settings: GradientSettings,
+    digest: int,
+) -> PlannedBucket:
+    op = parse_op(settings.op)
+    scales = (1.0 / settings.predivide, settings.predivide)
+    shapes = tuple(parameters[index].shape for index in bucket.indices)
+    signature = get_signature(
+        OperationKind.ALLREDUCE, DType[bucket.dtype.upper()], shapes, CallOptions(op, scales[0], scales[1])
+    )
+    hash = hash_signature(f"{signature.description} {signature.hash} {number} {num_buckets} {digest}")
+    first, num_elements = parameters[bucket.indices[0]], sum(parameters[index].count for index in bucket.indices)
+    more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+    text = (
+        f"bucket {number} of {num_buckets}: {op.name.lower()} of {num_elements} {bucket.dtype} in "
+        f"{shorten(first.name, 40)!r}{list(first.shape)}{more}"
+    )
+    description = f"{shorten(text, MAX_DESCRIPTION_BYTES - 20)} #{hash:016x}"
+    named = msgspec.structs.replace(signature, label="bucket", description=description, hash=hash)
+    return PlannedBucket(bucket.indices, named, num_elements)
+
+
+def _reduce_dense(
+    members: Group, plan: str, gradients: list[Any], names: list[str], settings: GradientSettings, wire: Any
+) -> list[Any]:
+    wires = [_to_wire(gradient, wire) for gradient in gradients]
+    parameters = [
+        ParameterInfo(_stable_name(name), tuple(each.shape.as_list()), each.dtype.name, each.shape.num_elements())
+        for name, each in zip(names, wires, strict=True)
+    ]
+    buckets = plan_buckets(parameters, settings, plan, names)
+    if tf.executing_eagerly():
+        reduced = _reduce_eagerly(members, wires, buckets)
+    elif (ops := get_ops()) is not None:
+        reduced = _add_bucket_nodes(ops, members, plan, wires, buckets)
+    else:
+        reduced = _add_python_reduction(members, plan, wires, buckets)
+    return [
+        each if each.dtype == gradient.dtype else tf.cast(each, gradient.dtype)
+        for each, gradient in zip(reduced, gradients, strict=True)
+    ]
+
+
+def _to_wire(gradient: Any, wire: Any) -> Any:
+    is_wide = gradient.dtype in (tf.float32, tf.float64)
+    return tf.cast(gradient, wire) if wire is not None and is_wide else gradient
+
+
+def _reduce_eagerly(members: Group, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
+    """In program order, on the group's own channel."""
+    works = []
+    for bucket in buckets:
+        signature, arrays = bucket.signature, [as_array(wires[index]) for index in bucket.indices]
+        scales: dict[str, Any] = {"prescale": signature.prescale, "postscale": signature.postscale}
+        works.append(members.allreduce(arrays, op=signature.op, wait=False, **scales))
+    results = list(wires)  # what has no elements is in no bucket
+    for bucket, work in zip(buckets, works, strict=True):
+        for index, array in zip(bucket.indices, work.wait(), strict=True):
+            results[index] = as_tensor(array, wires[index])
+    return results
+
+
+def _add_bucket_nodes(
+    ops: Any, members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]
+) -> list[Any]:
+    """Two native nodes for each bucket."""
+    results, last_start = list(wires), None
+    for number, bucket in enumerate(buckets):
+        signature = bucket.signature
+        with tf.control_dependencies([] if last_start is None else [last_start]):
+            started = ops.ronde_start_bucket(
+                inputs=[wires[index] for index in bucket.indices],
+                operation=GraphOperation("bucket", plan, members.id).encode(),
+                plan=f"{members.id}.{plan}",
+                bucket=number,
+                num_buckets=len(buckets),
+                count=bucket.num_elements,
+                signature=int(np.uint64(signature.hash).astype(np.int64)),
+                description=signature.description,
+                op=int(signature.op),
+                scales=f"{signature.prescale!r} {signature.postscale!r}",
+            )
+        last_start = started.run.op
+        run_independently(last_start)
+        finished = ops.ronde_finish_bucket(inputs=started.outputs, run=started.run)
+        run_independently(finished[0].op)
+        for index, each in zip(bucket.indices, finished, strict=True):
+            results[index] = each
+    return results
+
+
+def _add_python_reduction(members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
+    """One node in Python, which reduces all buckets as the native nodes do. An array that has no elements is in no
+    bucket."""
+    reduce = functools.partial(_reduce_arrays, members.id, f"{members.id}.{plan}", buckets)
+    return add_python_node(reduce, wires, [each.dtype for each in wires], [each.shape for each in wires])
+
+
+def _reduce_arrays(group: int, plan: str, buckets: Sequence[PlannedBucket], *arrays: Any) -> list[Any]:
+    members = find_group(group)
+    sources = [np.ascontiguousarray(array) for array in arrays]
+    results = [np.empty_like(source) for source in sources]
+    channel = plan_channels.open(plan, members)
+    running_calls: list[RunningCall] = []
+    for bucket in buckets:
+        pairs = [(sources[index], results[index]) for index in bucket.indices]
+        spans = tuple(Span(address_of(given), address_of(taken), given.size) for given, taken in pairs)
+        call = bucket.signature.make_call(spans, pairs)
+        running_calls.append(channel.submit(call, ((bucket.signature, ""),)))
+    deadline = Deadline(members.operation_timeout_s)
+    for running_call in running_calls:
+        running_call.wait(deadline)
+    return results

@@ -1,0 +1,231 @@
+"""Operations in graphs: their names, and the nodes that stand for them.
+
+Operations of graphs are matched by name, because TensorFlow runs the nodes of a graph in any order. A name that the
+caller does not give is made of the place of the call (file, line, function) and of how many times that place has added
+an operation to this graph. TensorFlow's own names are not used: they change when a rank traces one function more than
+the others, or traces one again.
+
+A node is a native kernel, or Python through numpy_function where the kernels cannot be used. Such Python nodes hold a
+thread of TensorFlow while they wait, so those of a function run one after the other, in the order in which they were
+added. In the graph of a session that is not possible, because a step runs only a part of it: there, operations that do
+not need each other have to be few, or TensorFlow needs as many threads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import tensorflow as tf
+
+from ronde.comm.world import current_world
+from ronde.errors import RondeError
+from ronde.tensorflow.graph_errors import describe_error
+from ronde.tensorflow.op_library import GraphOperation
+from ronde.tensorflow.operation_thread import NUMBERS, find_group, get_ops, read_number, start_by_name
+
+AUTOGRAPH_FILE = "__autograph_generated_file"
+AUTOGRAPH_PREFIX = "tf__"
+
+_PACKAGES = (
+    *(f"{Path(sys.modules[name].__file__ or '').parent}/" for name in ("ronde", "tensorflow")),
+    *("/keras/src/", "/tf_keras/", "<"),
+)
+"""Files that are not the user's: a name made of a line in them would say nothing."""
+
+_name_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+_last_python_node: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def without_autograph(function: _Function) -> _Function:
+    """A decorator of functions that users call while a graph is built: AutoGraph leaves them as they are."""
+    converted: _Function = tf.autograph.experimental.do_not_convert(function)
+    return converted
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def find_call_site() -> str:
+    """Where the user's code has called ronde, as file:line:function. Of code that AutoGraph has converted, the file is
+    not part of it: its name is another one in each process."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES[:2]):
+        frame = frame.f_back
+    found = frame
+    while found.f_back is not None and any(part in found.f_code.co_filename for part in _PACKAGES):
+        found = found.f_back
+    if any(part in found.f_code.co_filename for part in _PACKAGES):
+        found = frame  # nothing but libraries, as in a thread of Keras
+    code = found.f_code
+    file, function = Path(code.co_filename).name, code.co_name
+    if file.startswith(AUTOGRAPH_FILE):
+        file, function = "autograph", function.removeprefix(AUTOGRAPH_PREFIX)
+    return f"{file}:{found.f_lineno}:{function}"
+
+
+def unique_in_graph(base: str) -> str:
+    """The name, with a number if this graph has it already. Equal on all ranks that build the same graph."""
+    counts = _name_counts.setdefault(tf.compat.v1.get_default_graph(), Counter())
+    number = counts[base]
+    counts[base] += 1
+    return f"{base}#{number}" if number else base
+
+
+def operation_name(kind: str, name: str | None) -> str:
+    """The name of an operation in the graph that is being built: the caller's, or one made of the place of the call."""
+    return name or unique_in_graph(f"{kind} {find_call_site()}")
+
+
+def backward_name(name: str | None) -> str | None:
+    """The name of an operation that computes the gradient of the one with this name."""
+    if not name:
+        return None
+    return f"{name}.backward" if tf.executing_eagerly() else unique_in_graph(f"{name}.backward")
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def run_independently(operation: Any) -> None:
+    """Let a node of a function run before and beside others that have effects. Without this, TensorFlow would run all
+    of them in the order in which they were added, and wait for each."""
+    manager = getattr(operation.graph, "experimental_acd_manager", None)
+    if manager is not None and hasattr(manager, "run_independently"):
+        manager.run_independently(operation)
+
+
+def add_same_shape(operation: GraphOperation, xs: Sequence[Any]) -> list[Any]:
+    """A node for an allreduce of tensors of one dtype, or a broadcast of one."""
+    ops = get_ops()
+    if ops is None:
+        return _add_python_operation(operation, xs, [x.dtype for x in xs], [x.shape for x in xs])
+    add = ops.ronde_allreduce if operation.kind == "allreduce" else ops.ronde_broadcast
+    ys = list(add(inputs=list(xs), operation=operation.encode()))
+    run_independently(ys[0].op)
+    return ys
+
+
+def add_rows(operation: GraphOperation, x: Any) -> Any:
+    """A node for an allgather or a reduce_scatter, whose result may have another number of rows."""
+    ops = get_ops()
+    shape = _rows_shape(x)
+    if ops is None:
+        return _add_python_operation(operation, [x], [x.dtype], [shape])[0]
+    add = ops.ronde_allgather if operation.kind == "allgather" else ops.ronde_reduce_scatter
+    y = add(input=x, operation=operation.encode())
+    run_independently(y.op)
+    y.set_shape(shape)
+    return y
+
+
+def add_alltoall(operation: GraphOperation, x: Any, splits: Any) -> tuple[Any, Any]:
+    """A node for an alltoall: the rows, and how many came from each member. No splits, as a vector without elements,
+    mean equal shares."""
+    ops = get_ops()
+    size = find_group(operation.group).size
+    shapes = [_rows_shape(x), tf.TensorShape([None if get_world_can_change() else size])]
+    if ops is None:
+        rows, received = _add_python_operation(operation, [x, splits], [x.dtype, tf.int64], shapes)
+        return rows, received
+    rows, received = ops.ronde_alltoall(input=x, splits=splits, operation=operation.encode())
+    run_independently(rows.op)
+    rows.set_shape(shapes[0])
+    received.set_shape(shapes[1])
+    return rows, received
+
+
+def add_barrier(operation: GraphOperation) -> Any:
+    """A node that ends when every member has come to it."""
+    ops = get_ops()
+    if ops is None:
+        return _add_python_operation(operation, [], [tf.bool], [tf.TensorShape([])])[0].op
+    return ops.ronde_barrier(operation=operation.encode())
+
+
+def add_number(operation: GraphOperation) -> Any:
+    """A node with a rank or a size when it runs; of `join`, the rank that has joined last."""
+    ops = get_ops()
+    if ops is None:
+        return _add_python_operation(operation, [], [tf.int32], [tf.TensorShape([])])[0]
+    number = ops.ronde_number(operation=operation.encode())
+    if operation.kind in NUMBERS:  # a join stays in its place
+        run_independently(number.op)
+    return number
+
+
+def get_world_can_change() -> bool:
+    """Whether a graph may run in a round with other ranks than the one in which it is built."""
+    return current_world("a TensorFlow graph").can_rejoin
+
+
+def _rows_shape(x: Any) -> Any:
+    if x.shape.rank is None:
+        return tf.TensorShape(None)
+    return tf.TensorShape([None, *x.shape[1:]])
+
+
+def add_broadcasts(operations: Sequence[GraphOperation], xs: Sequence[Any]) -> list[Any]:
+    """Nodes for broadcasts of tensors of any dtypes: one for each, or one in Python for all."""
+    if get_ops() is not None:
+        return [add_same_shape(operation, [x])[0] for operation, x in zip(operations, xs, strict=True)]
+
+    def run(*arrays: Any) -> list[Any]:
+        works = [start_by_name(operation, [array]) for operation, array in zip(operations, arrays, strict=True)]
+        return [work.wait() for work in works]
+
+    return add_python_node(run, xs, [x.dtype for x in xs], [x.shape for x in xs])
+
+
+# --- nodes in Python -------------------------------------------------------------------------------------------------
+
+
+def add_python_node(
+    function: Callable[..., Sequence[Any]], xs: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any]
+) -> list[Any]:
+    """A node that calls a function with arrays and returns arrays. In a tf.function, it runs after the ones that were
+    added before it."""
+
+    def run(*arrays: Any) -> list[Any]:
+        try:
+            return list(function(*arrays))
+        except (ValueError, TypeError) as error:
+            raise ValueError(describe_error(error)) from error
+        except RondeError as error:
+            raise RuntimeError(describe_error(error)) from error
+
+    graph = tf.compat.v1.get_default_graph()
+    last = _last_python_node.get(graph) if graph.building_function else None
+    with tf.control_dependencies([] if last is None else [last]):
+        ys = tf.numpy_function(run, list(xs), list(dtypes), stateful=True)
+    for y, shape in zip(ys, shapes, strict=True):
+        y.set_shape(shape)
+    _last_python_node[graph] = ys[0].op
+    return list(ys)
+
+
+def _add_python_operation(
+    operation: GraphOperation, xs: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any]
+) -> list[Any]:
+    def run(*arrays: Any) -> list[Any]:
+        if operation.kind in NUMBERS:
+            return [np.int32(read_number(operation))]
+        if operation.kind == "join":
+            return [np.int32(find_group(operation.group).join())]
+        if operation.kind == "alltoall":
+            rows, received = start_by_name(operation, arrays, splits=arrays[1] if arrays[1].size else None).wait()
+            return [rows, np.asarray(received, np.int64)]
+        result = start_by_name(operation, arrays).wait()
+        if operation.kind == "barrier":
+            return [np.True_]
+        return list(result) if operation.kind == "allreduce" else [result]
+
+    return add_python_node(run, xs, dtypes, shapes)
