@@ -32,9 +32,9 @@ train: .venv/.ready $(LIBRARY)  ## the main job: train AlexNet on handwritten di
 build: $(ENVIRONMENTS) $(LIBRARY)  ## make the environments (.venv, and one for each MPI and TensorFlow) and the library
 
 # The Python tests are last: they end with a table of what could not be tested here.
-test: build check test-native sanitize test-python  ## everything CI runs, within 20 minutes on two quiet cores
+test: build check test-native sanitize test-python  ## everything CI runs, about 40 minutes on two quiet cores
 
-test-all: test  ## `make test`, and what does not fit into its 20 minutes (today nothing)
+test-all: test  ## `make test`, and what does not fit into CI (today nothing)
 
 test-native: build  ## the C++ tests
 	$(call heading,C++ tests)
