@@ -1,0 +1,1 @@
+"""What ronde.keras needs of JAX."""

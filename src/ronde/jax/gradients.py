@@ -1,0 +1,66 @@
+"""Gradients of JAX, averaged over ranks by a call to the host. Used by ronde.keras, also inside of jax.jit.
+
+One ordered callback carries all gradients of a step. It runs in a thread of JAX while the script may go on, so its
+operations have a name: they never take the turn of an operation that the script calls by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+
+from ronde.comm.buffers import Array
+from ronde.comm.group import Group
+from ronde.comm.world import resolve_group
+
+
+def reduce_gradients(
+    gradients: Sequence[Any],
+    *,
+    group: Group | None,
+    options: Mapping[str, Any],
+    name: str,
+    when: Any = None,
+    parameters: Sequence[Any] = (),
+    is_compared: Callable[[], bool] = lambda: False,
+    compare: Callable[[list[Array]], None] = lambda _: None,
+) -> list[Any]:
+    """Return the gradients, reduced over the members of the group; collective. `options` are those of an allreduce.
+
+    `when` is a boolean of JAX: the gradients are only reduced if it holds, as it must on all members alike.
+    After each reduction `is_compared` is called; when it returns True, `compare` gets the parameters.
+    """
+
+    def reduce_on_host(*arrays: Any) -> tuple[list[Array], np.bool_]:
+        mine = [np.array(each) for each in arrays]
+        allreduce_arrays(resolve_group(group), mine, options, name)
+        return mine, np.bool_(is_compared())
+
+    def reduce(*gradients: Any) -> list[Any]:
+        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in gradients]
+        reduced, due = io_callback(
+            reduce_on_host, (shapes, jax.ShapeDtypeStruct((), np.bool_)), *gradients, ordered=True
+        )
+        if parameters:
+            jax.lax.cond(due, compare_on_host, lambda *_: None, *parameters)
+        return list(reduced)
+
+    def compare_on_host(*parameters: Any) -> None:
+        io_callback(lambda *arrays: compare([np.asarray(each) for each in arrays]), None, *parameters, ordered=True)
+
+    if when is None:
+        return reduce(*gradients)
+    return list(jax.lax.cond(when, reduce, lambda *gradients: list(gradients), *gradients))
+
+
+def allreduce_arrays(group: Group, arrays: Sequence[Array], options: Mapping[str, Any], name: str) -> None:
+    """Reduce arrays in place. Those of one dtype are one operation, with a name made of this one and the dtype."""
+    by_dtype: dict[str, list[Array]] = {}
+    for array in arrays:
+        by_dtype.setdefault(array.dtype.name, []).append(array)
+    for dtype, found in by_dtype.items():
+        group.allreduce(found, out=found, name=f"{name}.{dtype}", **options)

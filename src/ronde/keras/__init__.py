@@ -1,0 +1,29 @@
+"""Distributed training with Keras 3 on its TensorFlow, PyTorch and JAX backends.
+
+    import ronde
+    import ronde.keras
+
+    ronde.init()
+    model.compile(ronde.keras.DistributedOptimizer(optimizer), loss=...)
+    model.fit(..., callbacks=[ronde.keras.callbacks.BroadcastInitialState()])
+
+The guide is docs/guides/keras.md.
+"""
+
+from __future__ import annotations
+
+from ronde.errors import OutOfSync
+from ronde.keras import callbacks
+from ronde.keras.callbacks import average_metrics
+from ronde.keras.optimizer import DistributedOptimizer, load_model
+from ronde.keras.variables import broadcast_parameters, check_in_sync
+
+__all__ = [
+    "DistributedOptimizer",
+    "OutOfSync",
+    "average_metrics",
+    "broadcast_parameters",
+    "callbacks",
+    "check_in_sync",
+    "load_model",
+]

@@ -1,0 +1,80 @@
+"""The variables of a Keras model or optimizer on all ranks: copied from one rank, or compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ronde.comm.buffers import Array
+from ronde.comm.group import Group
+from ronde.comm.world import resolve_group
+from ronde.training.agreement import check_equal
+from ronde.training.sync_check import checksum, compare_checksums
+
+
+def broadcast_parameters(variables: Any, root: int = 0, *, group: Group | None = None) -> None:
+    """Copy the variables of the root, a rank of the world, into those of all ranks. Collective.
+
+    `variables` is a model, an optimizer that is built, or a list of Keras variables. Of a model its weights are copied;
+    metrics and the states of random generators stay as they are, so that ranks drop out different units. If the ranks'
+    variables differ in number, dtype or shape, Mismatch names the first that does.
+    """
+    members = resolve_group(group)
+    found = variables_of(variables)
+    # Names are not compared: those that Keras makes count the layers that this process has made before.
+    check_equal(members, "broadcast_parameters", [f"{each.dtype}{list(each.shape)}" for each in found])
+    if members.size == 1 or not found:
+        return
+    arrays = [np.array(keras.ops.convert_to_numpy(each.value)) for each in found]
+    received = members.broadcast(np.concatenate([bytes_of(array) for array in arrays]), root=root)
+    position = 0
+    for variable, array in zip(found, arrays, strict=True):
+        taken = received[position : position + array.nbytes]
+        position += array.nbytes
+        variable.assign(taken.view(array.dtype).reshape(array.shape))
+
+
+def check_in_sync(variables: Any, *, group: Group | None = None) -> None:
+    """Compare variables across ranks, bit by bit; collective. OutOfSync names the first that differs, and the ranks
+    that differ from the others.
+
+    `variables` is a model, of which the trainable weights are compared, an optimizer, or a list of Keras variables.
+    """
+    found = variables.trainable_variables if isinstance(variables, keras.Model) else variables_of(variables)
+    compare_arrays(found, [keras.ops.convert_to_numpy(each.value) for each in found], resolve_group(group))
+
+
+def compare_arrays(variables: Sequence[Any], arrays: Sequence[Array], members: Group, *, advice: str = "") -> None:
+    """Compare the values of variables across the members; collective. OutOfSync names the first that differs."""
+    checksums = [
+        (f"{index}: {common_name(variable)}", checksum(bytes_of(array)))
+        for index, (variable, array) in enumerate(zip(variables, arrays, strict=True))
+    ]
+    compare_checksums(members, checksums, advice=advice)
+
+
+def variables_of(source: Any) -> list[Any]:
+    """The variables that ranks have in common."""
+    if isinstance(source, keras.Model | keras.layers.Layer):
+        if not source.weights and not source.built:
+            raise ValueError("the model is not built, so it has no weights yet; call it on a batch first")
+        return list(source.weights)
+    if isinstance(source, keras.optimizers.Optimizer):
+        return list(source.variables)
+    if not isinstance(source, Iterable):
+        raise TypeError(f"a model, an optimizer or a list of variables is needed, got a {type(source).__name__}")
+    return list(source)
+
+
+def common_name(variable: Any) -> str:
+    """The path of a variable without the numbers of the layers, which count what this process has made before."""
+    return re.sub(r"_\d+(?=/|$)", "", str(getattr(variable, "path", variable.name)))
+
+
+def bytes_of(array: Array) -> Array:
+    """The bytes of an array, as a flat array."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
