@@ -19,6 +19,7 @@ from typing import Any
 import keras
 
 from ronde.comm import objects
+from ronde.comm.collectives import mark_step
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
 from ronde.keras.optimizer import DistributedBase
@@ -69,6 +70,8 @@ class BroadcastInitialState(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Broadcast before the second batch, if the first one has built the model."""
+        if keras.backend.backend() == "tensorflow":  # of the others, the optimizer sees every step
+            mark_step()
         if batch > 0 and not self._is_done:
             self._broadcast()
 

@@ -45,16 +45,16 @@ def check_in_sync(variables: Any, *, group: Group | None = None) -> None:
     `variables` is a model, of which the trainable weights are compared, an optimizer, or a list of Keras variables.
     """
     found = variables.trainable_variables if isinstance(variables, keras.Model) else variables_of(variables)
-    compare_arrays(found, [keras.ops.convert_to_numpy(each.value) for each in found], resolve_group(group))
+    arrays = [keras.ops.convert_to_numpy(each.value) for each in found]
+    compare_checksums(resolve_group(group), checksum_arrays(found, arrays))
 
 
-def compare_arrays(variables: Sequence[Any], arrays: Sequence[Array], members: Group, *, advice: str = "") -> None:
-    """Compare the values of variables across the members; collective. OutOfSync names the first that differs."""
-    checksums = [
+def checksum_arrays(variables: Sequence[Any], arrays: Sequence[Array]) -> list[tuple[str, int]]:
+    """A checksum for the value of each variable, with its name."""
+    return [
         (f"{index}: {common_name(variable)}", checksum(bytes_of(array)))
         for index, (variable, array) in enumerate(zip(variables, arrays, strict=True))
     ]
-    compare_checksums(members, checksums, advice=advice)
 
 
 def variables_of(source: Any) -> list[Any]:

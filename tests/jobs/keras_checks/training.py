@@ -59,14 +59,20 @@ def check_gradient_accumulation_learns_like_one_process() -> None:
 
 
 def check_with_gradient_accumulation_only_steps_that_update_travel() -> None:
-    counts = []
-    for steps in (None, 2):
-        model = perceptron()
-        fit(model, DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)))
-        before = ronde.metrics().total.operations
-        fit_on(model, SHARE, mine)
-        counts.append(ronde.metrics().total.operations - before)
-    assert counts[0] == 2 * counts[1] > 0, counts
+    """Rank 1 begins its first pass when rank 0 has ended its own; then both update."""
+    model = perceptron()
+    fit(model, DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)))
+    before = weights(model)
+    x, y = (mine(each)[:SHARE] for each in data())
+    if ronde.rank() == 1:
+        ronde.barrier()
+    model.train_on_batch(x, y)
+    assert_close(weights(model), before, rtol=0.0, atol=0.0)
+    if ronde.rank() == 0:
+        ronde.barrier()
+    model.train_on_batch(x, y)
+    assert_different(weights(model), before)
+    assert_same_on_all_ranks(weights(model))
 
 
 def check_the_state_of_the_root_is_broadcast() -> None:
@@ -132,7 +138,7 @@ class OwnStep(keras.Model):
         self.inner = perceptron()
         self.unused = self.add_weight(shape=(2,), name="unused")
 
-    def call(self, x: Any) -> Any:
+    def call(self, x: Any, training: bool = False) -> Any:
         return self.inner(x)
 
     if BACKEND == "tensorflow":
@@ -271,7 +277,7 @@ def check_jit_compile() -> None:
     model, alone = perceptron(), perceptron()
     if BACKEND == "tensorflow":
         text = error_of(lambda: fit(perceptron(), DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True))
-        assert "jit_compile=False" in text, text
+        assert "XLA" in text, text
     if BACKEND == "torch":
         return
     fit(model, DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True, callbacks=[BroadcastInitialState()])
