@@ -91,7 +91,9 @@ class TensorFlowKerasState(ObjectState):
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         if not model.built:
-            raise ValueError("the model must be built before its state can be kept; call it on a batch, or model.build()")
+            raise ValueError(
+                "the model must be built before its state can be kept; call it on a batch, or model.build()"
+            )
         self.model = model
         self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
         self._values: list[Any] = []

@@ -112,8 +112,8 @@ _LIBRARIES = (
 
 
 def call_site() -> str:
-    """Where the script has called hvd, as file:line:function; empty if there is nothing but libraries, as in a thread of
-    Keras. Of code that AutoGraph has converted, the file is not part of it: its name is another one in each process."""
+    """Where the script has called hvd, as file:line:function; empty if all callers are libraries.
+    Of code that AutoGraph has converted, the file is not part of it: its name is another one in each process."""
     frame = sys._getframe(1)
     while any(part in frame.f_code.co_filename for part in _LIBRARIES):
         if frame.f_back is None:

@@ -235,7 +235,9 @@ class _DistributedOptimizer(_WrappedOptimizer):
         self._agg_helper: LocalGradientAggregationHelper | None = None
         if backward_passes_per_step != 1:
             if _executing_eagerly():
-                raise ValueError("backward_passes_per_step above 1 works with optimizers of tf.compat.v1 in graphs only")
+                raise ValueError(
+                    "backward_passes_per_step above 1 works with optimizers of tf.compat.v1 in graphs only"
+                )
             self._agg_helper = LocalGradientAggregationHelper(
                 backward_passes_per_step,
                 reduction.reduce,
