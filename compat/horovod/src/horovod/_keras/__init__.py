@@ -83,7 +83,8 @@ class HorovodReduction(GradientReduction):
         return results
 
     def _compress(self, gradients: list[Any]) -> tuple[list[Any], list[Any]]:
-        sent, contexts = [], []
+        sent: list[Any] = []
+        contexts: list[tuple[Any] | None] = []
         for gradient in gradients:
             if self._arguments.compressor is None or gradient is None or hasattr(gradient, "indices"):
                 sent.append(gradient)

@@ -49,7 +49,7 @@ class BroadcastGlobalVariablesCallback(own.BroadcastInitialState):
         return any(path in slot.path.replace("/", "_") for path in paths)
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Averages the metrics of every epoch over the ranks, for the callbacks after it."""
 
     def __init__(self, device: str = "") -> None:
@@ -95,7 +95,7 @@ class LearningRateWarmupCallback(own.LearningRateWarmup):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {lr:g}.")
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]  # Keras has no types
     """Keras' ModelCheckpoint of the best model. Its `filepath` is set later, by what runs the training."""
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 
-class CommitStateCallback(keras.callbacks.Callback):
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Commits the state every `batches_per_commit` batches, and at the end of every epoch."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -32,7 +32,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Keeps the number of the batch in state.batch; an epoch that is begun again has so many batches less."""
 
     def __init__(self, state: Any) -> None:
@@ -56,7 +56,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Keeps the number of finished epochs, of all calls of fit(), in state.epoch."""
 
     def __init__(self, state: Any) -> None:

@@ -78,7 +78,7 @@ def DistributedGradientTape(
         scale_local_gradients=scale_local_gradients,
     )
     kind = type(gradtape)
-    distributed = object.__new__(type(kind.__name__, (DistributedTape, kind), {}))
+    distributed: Any = object.__new__(type(kind.__name__, (DistributedTape, kind), {}))
     distributed.__dict__ = gradtape.__dict__
     setattr(distributed, _ATTRIBUTE, reduction)
     return distributed
