@@ -402,6 +402,7 @@ std::unique_ptr<Job> make_job(void* kernel, TF_OpKernelContext* context, TF_Done
 // One call of a bucket, from its submission until RondeFinishBucket has passed on the result.
 struct BucketRun {
   std::mutex mutex;
+  OperationPointer operation;
   bool has_ended = false;
   rd_result result{};
   int64_t submitted_ns = 0;
@@ -453,6 +454,7 @@ void finish_bucket(std::unique_ptr<Job> finish, BucketRun* run) {
     return;
   }
   finish->kind = kExplainFailure;
+  finish->operation = run->operation;
   finish->result = run->result;
   finish->submitted_ns = run->submitted_ns;
   finish->member_calls = run->member_calls;
@@ -509,6 +511,7 @@ int64_t add_run(BucketTable& table, const std::shared_ptr<BucketRun>& run) {
 rd_status submit_bucket(BucketTable& table, BucketPlan& plan, Job* start, int64_t* number) {
   const Operation& operation = *start->operation;
   auto run = std::make_shared<BucketRun>();
+  run->operation = start->operation;
   run->channel = plan.channel;
   run->num_members = plan.num_members;
   run->submitted_ns = start->submitted_ns = now_ns();

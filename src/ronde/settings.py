@@ -243,8 +243,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tensorflow_ops: Annotated[
         str,
         Setting(
-            "How operations run inside of TensorFlow graphs: by `native` kernels, or through `python`, which is slower. "
-            "`auto`: native if a self-test finds that they work with the installed TensorFlow.",
+            "How operations run inside of TensorFlow graphs: by `native` kernels, or through `python`, which is "
+            "slower. `auto`: native if a self-test finds that they work with the installed TensorFlow.",
             choices=("auto", "native", "python"),
         ),
     ] = "auto"

@@ -84,16 +84,16 @@ def _run(train: Callable[[], Any], state: State, termination: TerminationSignal)
         except RoundChange:
             noticed_ns, why = time.monotonic_ns(), "ranks come or go"
         except Exception as raised:
-            error = find_original(raised)
-            if not is_loss(error):
+            found = find_original(raised)
+            if not is_loss(found):
                 if not termination.has_come:
                     raise
                 # SIGTERM to a process group ends the workers of a data loader, too; then the step cannot be finished.
-                logger.warning("leaving in the middle of a step, told to end by SIGTERM: %s", error)
+                logger.warning("leaving in the middle of a step, told to end by SIGTERM: %s", found)
                 leave_preempted()
-            noticed_ns, why = time.monotonic_ns(), str(error)
+            noticed_ns, why = time.monotonic_ns(), str(found)
             # Without the rank of this process and its operation: so `ronde run` shows equal lines of all ranks once.
-            lost = f"rank {error.peer} is lost ({error.why})" if isinstance(error, PeerLost) else str(error)
+            lost = f"rank {found.peer} is lost ({found.why})" if isinstance(found, PeerLost) else str(found)
             logger.warning("%s; training goes on", lost)
             state.undo_step()
         if termination.has_come:

@@ -110,7 +110,8 @@ class MetricAverage(keras.callbacks.Callback):
     """Averages the metrics of every epoch over all ranks, for the callbacks after it and for the history.
 
     Ranks with more samples count more: the weights are the numbers of samples in the epoch, and for those of the
-    validation data (`val_…`) the numbers of samples in these. A model without Keras' own loss counts the same on each rank.
+    validation data (`val_…`) the numbers of samples in these. With a model that does not use Keras' own loss, all ranks
+    count the same.
     """
 
     def __init__(self, *, group: Group | None = None) -> None:
@@ -205,7 +206,9 @@ class LearningRateSchedule(keras.callbacks.Callback):
         """Find out how many batches an epoch has."""
         self._num_steps = self.steps_per_epoch or self.params.get("steps") or 0
         if not self.staircase and not self._num_steps:
-            raise ValueError("steps_per_epoch is needed: Keras does not know how many batches an epoch of this data has")
+            raise ValueError(
+                "steps_per_epoch is needed: Keras does not know how many batches an epoch of this data has"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Keep the number of the epoch."""

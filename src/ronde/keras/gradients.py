@@ -30,14 +30,14 @@ FIRST_COMPARED_STEP = 2
 """The first step that can be compared: a model that its first batch builds is broadcast after that batch."""
 ADVICE = (
     ". Add ronde.keras.callbacks.BroadcastInitialState() to the callbacks of fit(), or call "
-    "ronde.keras.broadcast_parameters(model) before training, on all ranks, or let all of them load the same checkpoint. "
-    "If they are meant to differ, compare_at_step=0 or RONDE_COMPARE_AT_STEP=0 turns this off"
+    "ronde.keras.broadcast_parameters(model) before training, on all ranks, or let all of them load the same "
+    "checkpoint. If they are meant to differ, compare_at_step=0 or RONDE_COMPARE_AT_STEP=0 turns this off"
 )
 _num_reductions: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
 """How many optimizers have averaged gradients over each group."""
 
 
-class GradientReduction:
+class KerasGradientReduction:
     """Averages the gradients of one optimizer over the ranks of a group; all of its members call it equally often."""
 
     def __init__(self, settings: GradientSettings, group: Group | None, codec: str | None) -> None:
@@ -56,7 +56,12 @@ class GradientReduction:
         return members.included and (members.size > 1 or current_world().settings.elastic)
 
     def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], *, values: Sequence[Any] | None = None, when: Any = None
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        values: Sequence[Any] | None = None,
+        when: Any = None,
     ) -> list[Any]:
         """Return the average of the gradients; None stays None. Collective.
 
@@ -197,12 +202,14 @@ class GradientReduction:
             compare_checksums(members, checksums, advice=ADVICE)
 
     def _add_comparison(self, variables: Sequence[Any]) -> None:
-        """Compare the variables in one step of those that a TensorFlow graph will run. The others only count."""
+        """Compare the variables in one of the steps that TensorFlow runs, eagerly or in a graph. The others only
+        count."""
         from ronde.tensorflow.graph_operations import add_python_node
 
         if self._step_variable is None:
             self._step_variable = keras.Variable(0, dtype="int32", trainable=False, name="ronde_steps")
         self._step_variable.assign_add(1)
+        is_compared = keras.ops.equal(self._step_variable, self._compare_at_step)
         parameters = [keras.ops.convert_to_tensor(variable) for variable in variables]
 
         def compare(*arrays: Any) -> list[Any]:
@@ -210,8 +217,12 @@ class GradientReduction:
             self._compare(arrays)
             return [np.True_]
 
+        if hasattr(is_compared, "numpy"):  # eager
+            if is_compared.numpy():
+                compare(*[parameter.numpy() for parameter in parameters])
+            return
         keras.ops.cond(
-            keras.ops.equal(self._step_variable, self._compare_at_step),
+            is_compared,
             lambda: add_python_node(compare, parameters, ["bool"], [()])[0],
             lambda: keras.ops.convert_to_tensor(True),
         )

@@ -5,8 +5,8 @@ and a saved model is one that Keras loads without ronde. The subclass averages g
 clipping, weight decay and moving averages see the average.
 
 - With gradient_accumulation_steps, gradients are averaged in the steps that update: the sums of this rank's passes.
-- A loss scale is outside of all that: whether gradients are finite is decided by their average, so all ranks skip a step
-  or none does. With gradient accumulation, where an average exists only in some steps, the ranks exchange whether
+- A loss scale is outside of all that: whether gradients are finite is decided by their average, so all ranks skip a
+  step or none does. With gradient accumulation, where an average exists only in some steps, the ranks exchange whether
   their gradients are finite.
 """
 
@@ -19,13 +19,13 @@ import keras
 
 from ronde.comm.group import Group
 from ronde.comm.world import current_world
-from ronde.keras.gradients import CODECS, GradientReduction
+from ronde.keras.gradients import CODECS, KerasGradientReduction
 from ronde.training.gradient_settings import GradientSettings
 from ronde.types import Op
 
 WRAP_FIRST = (
-    "DistributedOptimizer has to be around the loss scale, not inside of it, or ranks could not agree on which steps are "
-    'skipped. Call keras.config.set_dtype_policy("mixed_float16") before DistributedOptimizer(optimizer), or write '
+    "DistributedOptimizer has to be around the loss scale, not inside of it, or ranks could not agree on which steps "
+    'are skipped. Call keras.config.set_dtype_policy("mixed_float16") before DistributedOptimizer(optimizer), or write '
     "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"
 )
 
@@ -104,11 +104,11 @@ class DistributedBase:
     _reduction_arguments: ReductionArguments
 
     @property
-    def gradient_reduction(self) -> GradientReduction:
+    def gradient_reduction(self) -> KerasGradientReduction:
         """What averages the gradients."""
-        found: GradientReduction | None = self.__dict__.get("_gradient_reduction")
+        found: KerasGradientReduction | None = self.__dict__.get("_gradient_reduction")
         if found is None:
-            found = GradientReduction(*self._reduction_arguments)
+            found = KerasGradientReduction(*self._reduction_arguments)
             object.__setattr__(self, "_gradient_reduction", found)
         return found
 
@@ -150,18 +150,11 @@ class DistributedApply(DistributedBase):
             grads = self.gradient_reduction.reduce(list(grads), variables, when=is_update)
         return base._clip_gradients(grads)
 
-    @property
-    def loss_scale_factor(self) -> float | None:
-        """A constant loss scale, as in every optimizer of Keras."""
-        found: float | None = self.__dict__.get("loss_scale_factor")
-        return found
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: float | None) -> None:
-        # LossScaleOptimizer sets it to None when it is put around this optimizer, as by compile() under mixed_float16.
-        if value is None and "_iterations" in self.__dict__:
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A LossScaleOptimizer does this to the optimizer that it is put around, as compile() does under mixed_float16.
+        if name == "loss_scale_factor" and value is None and "_iterations" in self.__dict__:
             raise ValueError(WRAP_FIRST)
-        self.__dict__["loss_scale_factor"] = value
+        super().__setattr__(name, value)
 
 
 class DistributedLossScale(DistributedBase):

@@ -63,14 +63,16 @@ def average_metrics(
 ) -> dict[str, float]:
     """Return the means over all ranks, weighted by `count`, the number of samples that this rank's values stand for.
 
-    `values` are numbers, eager tensors or metrics of Keras by name. Every rank calls it, even one without a sample: with
-    count=0 its values do not count, and `values` may be empty. A metric without any sample is NaN. Every rank gets the
-    same numbers.
+    `values` are numbers, eager tensors or metrics of Keras by name. Every rank calls it, even one without a sample:
+    with count=0 its values do not count, and `values` may be empty. A metric without any sample is NaN. Every rank gets
+    the same numbers.
     """
     if not isinstance(values, Mapping):
         raise TypeError(
             f"average_metrics takes values by name, such as {{'loss': loss}}, got a {type(values).__name__}"
         )
-    numbers = {name: np.asarray(value.result() if hasattr(value, "result") else value) for name, value in values.items()}
+    numbers = {
+        name: np.asarray(value.result() if hasattr(value, "result") else value) for name, value in values.items()
+    }
     mine = weighted_values(numbers, count)
     return weighted_means(objects.allgather(mine, group=group))

@@ -2,8 +2,8 @@
 differentiable.
 
 Eager, a tensor is used where it is, and members are matched by the order of their calls unless there is a name; errors
-are ronde's own. In a graph they are matched by name, which is made of the place of the call if there is none, and errors
-are TensorFlow's, in which find_error() finds ronde's.
+are ronde's own. In a graph they are matched by name, which is made of the place of the call if there is none, and
+errors are TensorFlow's, in which find_error() finds ronde's.
 
 By convention the loss of the job is the sum of the members' losses. So the gradient of one member's input is the
 gradient of the sum of all members' losses:
@@ -195,7 +195,7 @@ def _run_allreduce(members: Group, xs: Sequence[Any], options: GraphOperation, n
     if not tf.executing_eagerly():
         return add_same_shape(_with_name(options, name), xs)
     arrays = [as_array(x) for x in xs]
-    scales = {"prescale": options.prescale, "postscale": options.postscale}
+    scales: dict[str, Any] = {"prescale": options.prescale, "postscale": options.postscale}
     if len(arrays) == 1:
         return [as_tensor(members.allreduce(arrays[0], op=options.op, name=name, **scales), xs[0])]
     reduced = members.allreduce(arrays, op=options.op, name=name, **scales)
@@ -336,7 +336,9 @@ def as_tensor(array: Any, like: Any) -> Any:
 def _as_tensor(x: Any, what: str) -> Any:
     tensor = tf.convert_to_tensor(x)
     if tensor.dtype.name not in DTYPES:
-        raise TypeError(f"{what}: dtype {tensor.dtype.name} is not supported; supported are {', '.join(sorted(DTYPES))}")
+        raise TypeError(
+            f"{what}: dtype {tensor.dtype.name} is not supported; supported are {', '.join(sorted(DTYPES))}"
+        )
     return tensor
 
 

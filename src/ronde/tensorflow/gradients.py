@@ -30,6 +30,7 @@ from ronde.tensorflow.graph_operations import (
     add_python_node,
     find_call_site,
     get_world_can_change,
+    run_independently,
     unique_in_graph,
     without_autograph,
 )
@@ -142,7 +143,7 @@ class PlannedBucket(NamedTuple):
 
     indices: tuple[int, ...]
     signature: Signature
-    count: int
+    num_elements: int
 
 
 def plan_buckets(
@@ -218,7 +219,7 @@ def _reduce_eagerly(members: Group, wires: list[Any], buckets: Sequence[PlannedB
     works = []
     for bucket in buckets:
         signature, arrays = bucket.signature, [as_array(wires[index]) for index in bucket.indices]
-        scales = {"prescale": signature.prescale, "postscale": signature.postscale}
+        scales: dict[str, Any] = {"prescale": signature.prescale, "postscale": signature.postscale}
         works.append(members.allreduce(arrays, op=signature.op, wait=False, **scales))
     results = list(wires)  # what has no elements is in no bucket
     for bucket, work in zip(buckets, works, strict=True):
@@ -241,22 +242,22 @@ def _add_bucket_nodes(
                 plan=f"{members.id}.{plan}",
                 bucket=number,
                 num_buckets=len(buckets),
-                count=bucket.count,
+                count=bucket.num_elements,
                 signature=int(np.uint64(signature.hash).astype(np.int64)),
                 description=signature.description,
                 op=int(signature.op),
                 scales=f"{signature.prescale!r} {signature.postscale!r}",
             )
         last_start = started.run.op
+        run_independently(last_start)
         finished = ops.ronde_finish_bucket(inputs=started.outputs, run=started.run)
+        run_independently(finished[0].op)
         for index, each in zip(bucket.indices, finished, strict=True):
             results[index] = each
     return results
 
 
-def _add_python_reduction(
-    members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]
-) -> list[Any]:
+def _add_python_reduction(members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
     """One node in Python, which reduces all buckets as the native nodes do. An array that has no elements is in no
     bucket."""
     reduce = functools.partial(_reduce_arrays, members.id, f"{members.id}.{plan}", buckets)

@@ -1,5 +1,5 @@
-"""Errors of ronde inside of TensorFlow's. A kernel can only fail with a status and a text, so the exception is kept here
-under a number, which the text ends with; find_error() gives it back."""
+"""Errors of ronde inside of TensorFlow's. A kernel can only fail with a status and a text, so the exception is kept
+here under a number, which the text ends with; find_error() gives it back."""
 
 from __future__ import annotations
 

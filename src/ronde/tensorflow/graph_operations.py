@@ -94,13 +94,23 @@ def backward_name(name: str | None) -> str | None:
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 
+def run_independently(operation: Any) -> None:
+    """Let a node of a function run before and beside others that have effects. Without this, TensorFlow would run all
+    of them in the order in which they were added, and wait for each."""
+    manager = getattr(operation.graph, "experimental_acd_manager", None)
+    if manager is not None and hasattr(manager, "run_independently"):
+        manager.run_independently(operation)
+
+
 def add_same_shape(operation: GraphOperation, xs: Sequence[Any]) -> list[Any]:
     """A node for an allreduce of tensors of one dtype, or a broadcast of one."""
     ops = get_ops()
     if ops is None:
         return _add_python_operation(operation, xs, [x.dtype for x in xs], [x.shape for x in xs])
     add = ops.ronde_allreduce if operation.kind == "allreduce" else ops.ronde_broadcast
-    return list(add(inputs=list(xs), operation=operation.encode()))
+    ys = list(add(inputs=list(xs), operation=operation.encode()))
+    run_independently(ys[0].op)
+    return ys
 
 
 def add_rows(operation: GraphOperation, x: Any) -> Any:
@@ -111,6 +121,7 @@ def add_rows(operation: GraphOperation, x: Any) -> Any:
         return _add_python_operation(operation, [x], [x.dtype], [shape])[0]
     add = ops.ronde_allgather if operation.kind == "allgather" else ops.ronde_reduce_scatter
     y = add(input=x, operation=operation.encode())
+    run_independently(y.op)
     y.set_shape(shape)
     return y
 
@@ -125,6 +136,7 @@ def add_alltoall(operation: GraphOperation, x: Any, splits: Any) -> tuple[Any, A
         rows, received = _add_python_operation(operation, [x, splits], [x.dtype, tf.int64], shapes)
         return rows, received
     rows, received = ops.ronde_alltoall(input=x, splits=splits, operation=operation.encode())
+    run_independently(rows.op)
     rows.set_shape(shapes[0])
     received.set_shape(shapes[1])
     return rows, received
@@ -143,7 +155,10 @@ def add_number(operation: GraphOperation) -> Any:
     ops = get_ops()
     if ops is None:
         return _add_python_operation(operation, [], [tf.int32], [tf.TensorShape([])])[0]
-    return ops.ronde_number(operation=operation.encode())
+    number = ops.ronde_number(operation=operation.encode())
+    if operation.kind in NUMBERS:  # a join stays in its place
+        run_independently(number.op)
+    return number
 
 
 def get_world_can_change() -> bool:

@@ -205,7 +205,16 @@ class OpLibrary:
         outcome = self._library.ronde_tf_take_job(ctypes.byref(self._view), timeout_s)
         if outcome < 0:
             raise EOFError
-        return KernelJob(self._library, self._view) if outcome else None
+        if not outcome:
+            return None
+        try:
+            return KernelJob(self._library, self._view)
+        except Exception as error:  # of any kind: the kernel must end
+            self._library.ronde_tf_fail(
+                self._view.job, UNKNOWN, f"a kernel of ronde cannot be read: {error!r}".encode()
+            )
+            self._library.ronde_tf_free_job(self._view.job)
+            return None
 
     def stop(self) -> None:
         """End all kernels that wait for their job to be taken, and all later ones, with an error."""
@@ -299,13 +308,13 @@ def _write_result(path: Path, result: SelfTestResult) -> None:
     Path(file.name).replace(path)
 
 
-class _ProcessState:
+class _LibraryState:
     library: OpLibrary | None = None
     problem: str | None = None
     """Why operations run through Python; empty if they do not, None before that is known."""
 
 
-_state = _ProcessState()
+_state = _LibraryState()
 _lock = threading.Lock()
 
 

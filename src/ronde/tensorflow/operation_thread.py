@@ -48,8 +48,8 @@ from ronde.types import Deadline
 TAKE_S = 5.0
 """How long the thread waits for a job before it looks at deadlines again."""
 LAST_S = 1.0
-"""When so much of its time is left, an operation that has not started is waited for, by a thread that learns which ranks
-are missing."""
+"""When so much of its time is left, an operation that has not started is waited for, by a thread that learns which
+ranks are missing."""
 STOP_S = 5.0
 MAX_CHANNEL_NAME = 60
 
@@ -81,7 +81,7 @@ def read_number(operation: GraphOperation) -> int:
 def start_by_name(operation: GraphOperation, inputs: Any, outputs: Any = None, splits: Any = None) -> Work:
     """Start an operation of a graph. `inputs` are arrays or memory, and `outputs` are as they are."""
     group, kind, name = find_group(operation.group), operation.kind, operation.name
-    scales = {"prescale": operation.prescale, "postscale": operation.postscale}
+    scales: dict[str, Any] = {"prescale": operation.prescale, "postscale": operation.postscale}
     work: Work
     if kind == "allreduce":
         out = None if outputs is None else list(outputs)

@@ -14,6 +14,7 @@ from ronde.tensorflow.collectives import size_op
 from ronde.tensorflow.gradients import reduce_gradients
 from ronde.tensorflow.graph_operations import without_autograph
 from ronde.training.gradient_settings import GradientSettings
+from ronde.types import Op
 
 _ATTRIBUTE = "_ronde_reduction"
 
@@ -23,14 +24,14 @@ class GradientReduction:
 
     def __init__(
         self,
-        settings: GradientSettings | None,
+        settings: GradientSettings,
         group: Group | None,
         name: str,
         codec: str | None,
         local_variables: Sequence[Any] = (),
         scale_local: bool = True,
     ) -> None:
-        self.settings = settings or GradientSettings()
+        self.settings = settings
         self.local_variables = list(local_variables)
         """Variables whose gradients stay on this rank."""
         self._group = group
@@ -72,27 +73,30 @@ def _scale(gradient: Any, factor: Any) -> Any:
 def DistributedGradientTape(
     tape: Any,
     *,
-    settings: GradientSettings | None = None,
+    op: str | Op = "mean",
+    codec: str | None = None,
     group: Group | None = None,
     name: str = "",
-    codec: str | None = None,
     local_variables: Sequence[Any] = (),
     scale_local: bool = True,
+    **settings: Any,  # see GradientSettings
 ) -> Any:
-    """Return the tape with a gradient() that averages over all ranks. It is the same tape: what it has recorded and what
-    it will record is there.
+    """Return the tape with a gradient() that averages over all ranks. It is the same tape: what it has recorded and
+    what it will record is there.
 
         with tf.GradientTape() as tape:
             loss = ...
         tape = ronde.tensorflow.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
 
-    `settings`, `group`, `name` and `codec` are as in reduce_gradients(). Gradients of `local_variables` stay on their
+    `codec` (float16 or bfloat16), `group` and `name` are as in reduce_gradients(), and further settings are those of
+    GradientSettings. Gradients of `local_variables` stay on their
     rank; with scale_local they are divided by the number of ranks, so that they weigh as much as those of the others.
     """
     distributed = object.__new__(_tape_class(type(tape)))
     distributed.__dict__ = tape.__dict__
-    reduction = GradientReduction(settings, group, name, codec, local_variables, scale_local)
+    wanted = GradientSettings(op=op, **settings)
+    reduction = GradientReduction(wanted, group, name, codec, local_variables, scale_local)
     setattr(distributed, _ATTRIBUTE, reduction)
     return distributed
 
@@ -107,29 +111,23 @@ def _tape_class(base: Any) -> Any:
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
         """As tf.GradientTape.gradient, averaged over all ranks. Collective."""
-        found = base.gradient(self, target, sources, output_gradients, unconnected_gradients)
-        flat_sources = tf.nest.flatten(sources)
-        flat = [found] if not tf.nest.is_nested(sources) else _flatten_like(sources, found)
-        reduced = getattr(self, _ATTRIBUTE).reduce(flat, flat_sources)
-        return tf.nest.pack_sequence_as(sources, reduced)
+        flat = tf.nest.flatten(sources)
+        found = base.gradient(self, target, flat, output_gradients, unconnected_gradients)
+        return tf.nest.pack_sequence_as(sources, getattr(self, _ATTRIBUTE).reduce(found, flat))
 
     return type("DistributedGradientTape", (base,), {"gradient": gradient})
-
-
-def _flatten_like(sources: Any, found: Any) -> list[Any]:
-    """The gradients in the order of the flat sources. None and IndexedSlices count as one each."""
-    return list(tf.nest.flatten_up_to(sources, found)) if hasattr(tf.nest, "flatten_up_to") else tf.nest.flatten(found)
 
 
 def DistributedOptimizer(
     optimizer: Any,
     *,
-    settings: GradientSettings | None = None,
+    op: str | Op = "mean",
+    codec: str | None = None,
     group: Group | None = None,
     name: str = "",
-    codec: str | None = None,
     local_variables: Sequence[Any] = (),
     scale_local: bool = True,
+    **settings: Any,  # see GradientSettings
 ) -> Any:
     """Return an optimizer of tf.compat.v1 whose compute_gradients() averages over all ranks, and which leaves the rest
     to the given one. The options are those of DistributedGradientTape()."""
@@ -138,9 +136,9 @@ def DistributedOptimizer(
             f"ronde.tensorflow.DistributedOptimizer is for optimizers of tf.compat.v1.train, got a "
             f"{type(optimizer).__name__}; use ronde.keras.DistributedOptimizer for those of Keras"
         )
-    return _DistributedV1Optimizer(
-        optimizer, GradientReduction(settings, group, name, codec, local_variables, scale_local)
-    )
+    wanted = GradientSettings(op=op, **settings)
+    reduction = GradientReduction(wanted, group, name, codec, local_variables, scale_local)
+    return _DistributedV1Optimizer(optimizer, reduction)
 
 
 class _DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]  # TensorFlow has no types

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -60,7 +61,7 @@ def _end(job: KernelJob) -> None:
 
 
 def _check_operations(library: OpLibrary) -> None:
-    def compute(x: object) -> object:
+    def compute(x: Any) -> Any:
         operation = GraphOperation("allreduce", "self-test").encode()
         ys = [library.ops.ronde_allreduce(inputs=[x * float(i)], operation=operation)[0] for i in range(NUM_OPERATIONS)]
         for _ in range(3):  # one after the other
@@ -81,7 +82,7 @@ def _check_operations(library: OpLibrary) -> None:
 def _check_buckets(library: OpLibrary) -> None:
     options = dict(operation=GraphOperation("bucket").encode(), plan="p", signature=0, description="", scales="2.0 0.5")
 
-    def compute(x: object) -> object:
+    def compute(x: Any) -> Any:
         parts = []
         for bucket in range(2):
             started = library.ops.ronde_start_bucket(

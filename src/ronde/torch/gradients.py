@@ -12,7 +12,7 @@ from ronde.comm.group import Group
 from ronde.torch.tensors import ReduceOptions, allreduce_tensors
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch gives it no types
 @torch.no_grad()
 def reduce_gradients(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], *, group: Group, options: ReduceOptions

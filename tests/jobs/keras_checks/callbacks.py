@@ -51,16 +51,19 @@ def check_metrics_are_averaged_by_the_number_of_samples() -> None:
     model = perceptron()
     model.compile(DistributedOptimizer(keras.optimizers.SGD(0.0001)), LOSS, metrics=["accuracy"])
     history = model.fit(
-        mine(x), mine(y), batch_size=SHARE, verbose=0, epochs=2,
-        validation_data=(x[rows], y[rows]), callbacks=[BroadcastInitialState(), MetricAverage()],
+        mine(x),
+        mine(y),
+        batch_size=SHARE,
+        verbose=0,
+        epochs=2,
+        validation_data=(x[rows], y[rows]),
+        callbacks=[BroadcastInitialState(), MetricAverage()],
     ).history
     assert_same_on_all_ranks([np.array(history[name]) for name in sorted(history)])
     expected = model.evaluate(x[:40], y[:40], batch_size=40, verbose=0, return_dict=True)
     for name, value in expected.items():
         np.testing.assert_allclose(history[f"val_{name}"][-1], value, rtol=1e-4)
-    found = average_metrics(
-        model.evaluate(x[rows], y[rows], verbose=0, return_dict=True), count=rows.stop - rows.start
-    )
+    found = average_metrics(model.evaluate(x[rows], y[rows], verbose=0, return_dict=True), count=rows.stop - rows.start)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4)
 

@@ -59,7 +59,7 @@ def fit_on(model: Any, batch_size: int, share: Callable[[Array], Array], **optio
 
 
 def assert_learns_like_one_process(make: Callable[[], Any], *, epochs: int = 2, **options: Any) -> Any:
-    """With a distributed optimizer all ranks learn what one process learns from the samples of all; returns the model."""
+    """All ranks learn what one process learns from the samples of all; returns the model."""
     ours, alone = perceptron(), perceptron()
     fit(ours, DistributedOptimizer(make()), epochs=epochs, **options)
     fit_alone(alone, make(), epochs=epochs, **options)

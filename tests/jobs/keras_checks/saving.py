@@ -27,12 +27,12 @@ from tests.jobs.keras_checks.common import (
 
 
 def check_a_loaded_model_trains_on_as_if_it_had_not_been_saved() -> None:
-    for make in (
-        lambda: keras.optimizers.Adam(0.01),
-        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
+    for plain_optimizer in (
+        keras.optimizers.Adam(0.01),
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
     ):
         model = perceptron()
-        fit(model, DistributedOptimizer(make()))
+        fit(model, DistributedOptimizer(plain_optimizer))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.keras"
             model.save(path)

@@ -86,7 +86,9 @@ def check_the_state_of_the_root_is_broadcast() -> None:
 
 def check_a_model_that_its_first_batch_builds_is_broadcast_after_it() -> None:
     keras.utils.set_random_seed(ronde.rank())
-    model = keras.Sequential([keras.layers.Dense(16, activation="tanh"), keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.layers.Dense(16, activation="tanh"), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+    )
     seeds = [layer.seed_generator.state for layer in model.layers if isinstance(layer, keras.layers.Dropout)]
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     fit(model, optimizer, callbacks=[BroadcastInitialState(root=1)], epochs=2)
@@ -130,8 +132,47 @@ def check_train_on_batch() -> None:
     assert_same_on_all_ranks(weights(model))
 
 
+def step_tensorflow(model: Any, data: Any) -> Any:
+    """As Keras' guides write a training step of one's own."""
+    import tensorflow as tf
+
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = LOSS(y, model(x, training=True))
+    model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return {"loss": loss}
+
+
+def step_torch(model: Any, data: Any) -> Any:
+    import torch
+
+    x, y = data
+    model.zero_grad()
+    loss = LOSS(y, model(x, training=True))
+    loss.backward()
+    with torch.no_grad():
+        model.optimizer.apply([each.value.grad for each in model.trainable_weights], model.trainable_weights)
+    return {"loss": loss}
+
+
+def step_jax(model: Any, state: Any, data: Any) -> Any:
+    import jax
+
+    trainable, others, optimizer, metrics = state
+    x, y = data
+
+    def loss_of(trainable: Any) -> Any:
+        return LOSS(y, model.stateless_call(trainable, others, x, training=True)[0])
+
+    loss, gradients = jax.value_and_grad(loss_of)(trainable)
+    trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
+    return {"loss": loss}, (trainable, others, optimizer, metrics)
+
+
 class OwnStep(keras.Model):
-    """A model with a training step of its own, as Keras' guides write it."""
+    """A model with a training step of its own, and a weight without a gradient."""
+
+    train_step = {"tensorflow": step_tensorflow, "torch": step_torch, "jax": step_jax}[BACKEND]
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,45 +181,6 @@ class OwnStep(keras.Model):
 
     def call(self, x: Any, training: bool = False) -> Any:
         return self.inner(x)
-
-    if BACKEND == "tensorflow":
-
-        def train_step(self, data: Any) -> Any:
-            import tensorflow as tf
-
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = LOSS(y, self(x, training=True))
-            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-            return {"loss": loss}
-
-    elif BACKEND == "torch":
-
-        def train_step(self, data: Any) -> Any:
-            import torch
-
-            x, y = data
-            self.zero_grad()
-            loss = LOSS(y, self(x, training=True))
-            loss.backward()
-            with torch.no_grad():
-                self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
-            return {"loss": loss}
-
-    else:
-
-        def train_step(self, state: Any, data: Any) -> Any:
-            import jax
-
-            trainable, others, optimizer, metrics = state
-            x, y = data
-
-            def loss_of(trainable: Any) -> Any:
-                return LOSS(y, self.stateless_call(trainable, others, x, training=True)[0])
-
-            loss, gradients = jax.value_and_grad(loss_of)(trainable)
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-            return {"loss": loss}, (trainable, others, optimizer, metrics)
 
 
 def check_a_training_step_of_ones_own_and_a_weight_without_gradient() -> None:
@@ -227,7 +229,12 @@ def check_an_embedding() -> None:
     def model() -> Any:
         keras.utils.set_random_seed(1)
         return keras.Sequential(
-            [keras.layers.Input((4,), dtype="int32"), keras.layers.Embedding(50, 6), keras.layers.Flatten(), keras.layers.Dense(3)]
+            [
+                keras.layers.Input((4,), dtype="int32"),
+                keras.layers.Embedding(50, 6),
+                keras.layers.Flatten(),
+                keras.layers.Dense(3),
+            ]
         )
 
     _, y = data()
@@ -268,7 +275,9 @@ def check_ranks_with_different_numbers_of_batches_are_told() -> None:
     assert "different numbers of batches" in text, text
     assert "rank 0: 2" in text, text
     # A last batch of another size is no matter.
-    model.fit(x[: 20 + ronde.rank()], y[: 20 + ronde.rank()], batch_size=SHARE, verbose=0, callbacks=[BroadcastInitialState()])
+    model.fit(
+        x[: 20 + ronde.rank()], y[: 20 + ronde.rank()], batch_size=SHARE, verbose=0, callbacks=[BroadcastInitialState()]
+    )
     assert_same_on_all_ranks(weights(model))
 
 

@@ -1,0 +1,54 @@
+"""The list of checks, and the ways in which a function of tensors can run."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import ronde
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(body: Callable[[], None]) -> Callable[[], None]:
+    """Run it on every rank."""
+    CHECKS[f"{body.__module__.rpartition('.')[2]}.{body.__name__}"] = body
+    return body
+
+
+def run_checks() -> None:
+    """Run all of them, on all ranks in the same order, and end the process at the first that fails."""
+    for name, body in CHECKS.items():
+        began = time.monotonic()
+        try:
+            body()
+            ronde.barrier()
+        except Exception:
+            traceback.print_exc()
+            sys.exit(f"{name} failed on rank {ronde.rank()}")
+        print(f"passed {name}", flush=True)
+        if time.monotonic() - began > 10.0:
+            print(f"{name} took {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def each_way(function: Callable[..., Any], *inputs: Any) -> Iterator[tuple[str, list[Any]]]:
+    """What a function of tensors gives eagerly, in tf.function and in a graph of a session, as flat lists of arrays."""
+    tensors = [tf.convert_to_tensor(each) for each in inputs]
+    yield "eager", [np.asarray(each) for each in tf.nest.flatten(function(*tensors))]
+    converted = tf.function(function)
+    converted(*tensors)
+    yield "function", [np.asarray(each) for each in tf.nest.flatten(converted(*tensors))]
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        nodes = function(*[tf.constant(each) for each in inputs])
+        yield "graph", session.run(tf.nest.flatten(nodes))
+
+
+def of_ranks(make: Callable[[int], Any]) -> list[Any]:
+    """What each rank has."""
+    return [make(rank) for rank in range(ronde.size())]
