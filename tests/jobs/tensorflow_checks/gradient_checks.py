@@ -1,0 +1,320 @@
+"""Gradients: training is that of one process with the whole batch, in every way; buckets; mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ronde
+import ronde.tensorflow as rt
+from ronde.tensorflow.op_library import GraphOperation, load_op_library
+from ronde.tensorflow.operation_thread import get_ops
+from tests.jobs.tensorflow_checks.checks import check
+
+v1 = tf.compat.v1
+RATE = 0.125
+"""Exact also as the float32 of an optimizer."""
+SMALL = {"bucket_mb": 0.0005}
+"""Settings with many buckets."""
+
+
+def initial_weights() -> list[Any]:
+    random = np.random.default_rng(3)
+    shapes = [(10, 20), (20,), (20, 15), (15,), (15, 3), (3,)]
+    return [random.normal(size=shape) * 0.3 for shape in shapes]
+
+
+def predict(weights: Any, x: Any) -> Any:
+    for kernel, bias in zip(weights[0:4:2], weights[1:4:2], strict=True):
+        x = tf.tanh(x @ kernel + bias)
+    return x @ weights[4] + weights[5]
+
+
+def batch(step: int, rank: int | None = None) -> tuple[Any, Any]:
+    """The samples of a step: those of one rank, or all."""
+    random = np.random.default_rng(100 + step)
+    x, y = random.normal(size=(8, 10)), random.normal(size=(8, 3))
+    rows = slice(None) if rank is None else slice(rank * 4, rank * 4 + 4)
+    return x[rows], y[rows]
+
+
+def loss_of(weights: Any, x: Any, y: Any) -> Any:
+    return tf.reduce_mean((predict(weights, x) - y) ** 2)
+
+
+def train_alone(num_steps: int) -> list[Any]:
+    """The weights of one process that trains on all samples."""
+    weights = [tf.Variable(each) for each in initial_weights()]
+    for step in range(num_steps):
+        with tf.GradientTape() as tape:
+            loss = loss_of(weights, *batch(step))
+        for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
+            weight.assign_sub(RATE * gradient)
+    return [weight.numpy() for weight in weights]
+
+
+def assert_trained(weights: Any, num_steps: int) -> None:
+    for mine, expected in zip(weights, train_alone(num_steps), strict=True):
+        np.testing.assert_allclose(np.asarray(mine), expected, rtol=1e-12, atol=1e-14)
+
+
+def make_step(weights: Any, rate: float = RATE, **options: Any) -> Callable[[Any, Any], Any]:
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_of(weights, x, y)
+        tape = rt.DistributedGradientTape(tape, **options)
+        for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
+            weight.assign_sub(rate * gradient)
+        return rt.allreduce(loss, op="mean")
+
+    return step
+
+
+@check
+def training_is_that_of_one_process_with_the_whole_batch() -> None:
+    for options in ({}, SMALL, {"op": "sum"}, {"predivide": 2.0}):
+        for convert in (lambda step: step, tf.function):
+            weights = [tf.Variable(each) for each in initial_weights()]
+            rate = RATE / 2 if options.get("op") == "sum" else RATE
+            step = convert(make_step(weights, rate, **options))
+            for number in range(4):
+                step(*map(tf.constant, batch(number, ronde.rank())))
+            assert_trained(weights, 4)
+
+
+@check
+def training_in_a_graph_of_a_session() -> None:
+    with tf.Graph().as_default(), v1.Session() as session:
+        weights = [
+            v1.get_variable(f"w{index}", initializer=each * (1.0 if ronde.rank() == 0 else 5.0))
+            for index, each in enumerate(initial_weights())
+        ]
+        x, y = v1.placeholder(tf.float64, [4, 10]), v1.placeholder(tf.float64, [4, 3])
+        optimizer = rt.DistributedOptimizer(v1.train.GradientDescentOptimizer(RATE), **SMALL)
+        train = optimizer.minimize(loss_of(weights, x, y))
+        session.run(v1.global_variables_initializer())
+        session.run(rt.broadcast_variables(v1.global_variables(), root=0))
+        for number in range(4):
+            given, wanted = batch(number, ronde.rank())
+            session.run(train, {x: given, y: wanted})
+        trained = session.run(weights)
+        assert optimizer.variables() == [] and optimizer.get_slot_names() == []
+    assert_trained(trained, 4)
+
+
+@check
+def a_loop_inside_of_a_function_trains_too() -> None:
+    weights = [tf.Variable(each) for each in initial_weights()]
+    step = make_step(weights, **SMALL)
+    x, y = (np.stack(each) for each in zip(*(batch(number, ronde.rank()) for number in range(4)), strict=True))
+
+    @tf.function
+    def train(x: Any, y: Any) -> Any:
+        for number in tf.range(4):
+            step(x[number], y[number])
+
+    train(tf.constant(x), tf.constant(y))
+    assert_trained(weights, 4)
+
+
+@check
+def a_rank_may_trace_its_step_again_alone() -> None:
+    weights = [tf.Variable(each) for each in initial_weights()]
+    step = tf.function(make_step(weights, **SMALL))
+    for number in range(4):
+        x, y = batch(number, ronde.rank())
+        if ronde.rank() == 0 and number == 2:  # half of the batch, twice
+            x, y = np.concatenate([x, x]), np.concatenate([y, y])
+            step.get_concrete_function(tf.TensorSpec([2, 10], tf.float64), tf.TensorSpec([2, 3], tf.float64))
+        step(tf.constant(x), tf.constant(y))
+    assert_trained(weights, 4)
+
+
+@check
+def buckets_in_opposite_orders_do_not_deadlock() -> None:
+    me = ronde.rank()
+    variables = [tf.Variable(tf.zeros([500 + index])) for index in range(6)]
+
+    @tf.function
+    def compute(scale: Any) -> Any:
+        gradients: list[Any] = [None] * 6
+        last = scale
+        for index in range(6) if me == 0 else reversed(range(6)):
+            with tf.control_dependencies([last]):
+                gradients[index] = tf.ones([500 + index]) * scale * float(index)
+            last = gradients[index]
+        return rt.reduce_gradients(gradients, variables, settings=rt.GradientSettings(bucket_mb=0.002))
+
+    for _ in range(5):
+        for index, each in enumerate(compute(tf.constant(me + 1.0))):
+            assert each.numpy().tolist() == [1.5 * index] * (500 + index)
+
+
+@check
+def plans_may_be_opened_in_any_order() -> None:
+    variable = tf.Variable([0.0, 0.0])
+
+    @tf.function
+    def compute(x: Any) -> Any:
+        names = ["first", "second"] if ronde.rank() == 0 else ["second", "first"]
+        found = {name: rt.reduce_gradients([x * len(name)], [variable], name=name)[0] for name in names}
+        return [found["first"], found["second"]]
+
+    for _ in range(3):
+        first, second = compute(tf.constant([1.0, 3.0]) * (ronde.rank() + 1.0))
+        assert (first.numpy().tolist(), second.numpy().tolist()) == ([7.5, 22.5], [9.0, 27.0])
+
+
+@check
+def slices_are_gathered_or_made_dense() -> None:
+    me = ronde.rank()
+    table, bias = tf.Variable(tf.ones([6, 2])), tf.Variable([1.0])
+
+    def compute(settings: Any) -> Any:
+        def run(indices: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(table, indices) * (me + 1.0)) * bias[0]
+            return rt.reduce_gradients(tape.gradient(loss, [table, bias]), [table, bias], settings=settings)
+
+        return run
+
+    indices = tf.constant([0, 1, 1] if me == 0 else [5])
+    expected = np.zeros((6, 2), np.float32)
+    expected[:2], expected[1], expected[5] = 0.5, 1.0, 1.0
+    for convert in (lambda function: function, tf.function):
+        gathered, mean = convert(compute(rt.GradientSettings()))(indices)
+        assert isinstance(gathered, tf.IndexedSlices) and mean.numpy().tolist() == [(6.0 + 4.0) / 2]
+        assert gathered.values.shape[0] == 4
+        assert np.array_equal(tf.convert_to_tensor(gathered).numpy(), expected)
+        dense, _ = convert(compute(rt.GradientSettings(sparse_as_dense=True)))(indices)
+        assert np.array_equal(dense.numpy(), expected)
+
+
+@check
+def nothing_stays_nothing() -> None:
+    variables = [tf.Variable([1.0]), tf.Variable([2.0]), tf.Variable(tf.zeros([0]))]
+    for convert in (lambda function: function, tf.function):
+        function = convert(lambda: rt.reduce_gradients([None, tf.constant([3.0]), tf.zeros([0])], variables, name="n"))
+        first, second, empty = function()
+        assert first is None and second.numpy().tolist() == [3.0] and empty.shape == [0]
+        assert convert(lambda: rt.reduce_gradients([None], variables[:1], name="none"))() == [None]
+
+
+@check
+def codecs_and_adasum() -> None:
+    me = ronde.rank()
+    random = np.random.default_rng(me)
+    arrays = [random.normal(size=40), random.normal(size=(3, 4))]
+    variables = [tf.Variable(each) for each in arrays]
+    wholes = [np.stack(ronde.objects.allgather(each)) for each in arrays]
+    for convert in (lambda function: function, tf.function):
+        for codec, tolerance in (("float16", 2e-3), ("bfloat16", 2e-2)):
+            reduced = convert(lambda codec=codec: rt.reduce_gradients(arrays, variables, codec=codec, name=codec))()
+            for each, whole in zip(reduced, wholes, strict=True):
+                assert each.dtype == tf.float64
+                np.testing.assert_allclose(each.numpy(), whole.mean(0), rtol=tolerance, atol=tolerance)
+        settings = rt.GradientSettings(op="adasum")
+        reduced = convert(lambda: rt.reduce_gradients(arrays, variables, settings=settings, name="adasum"))()
+        expected = ronde.allreduce(arrays, op="adasum")
+        for each, wanted in zip(reduced, expected, strict=True):
+            np.testing.assert_allclose(each.numpy(), wanted, rtol=1e-12)
+    with pytest.raises(ValueError, match="codec must be one of none, float16, bfloat16"):
+        rt.reduce_gradients(arrays, variables, codec="int8")
+
+
+@check
+def tapes_keep_their_form_and_local_variables() -> None:
+    mine, shared = tf.Variable([2.0]), tf.Variable([3.0])
+    scale = ronde.rank() + 1.0
+
+    def compute() -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = scale * tf.reduce_sum(mine * shared)
+        assert isinstance(tape, tf.GradientTape)
+        distributed = rt.DistributedGradientTape(tape, local_variables=[mine])
+        assert isinstance(distributed, tf.GradientTape)
+        found = distributed.gradient(loss, {"mine": mine, "shared": (shared,)})
+        alone = distributed.gradient(loss, shared)
+        raw = rt.DistributedGradientTape(tape, local_variables=[mine], scale_local=False).gradient(loss, [mine])
+        return found, alone, raw
+
+    for convert in (lambda function: function, tf.function):
+        found, alone, raw = convert(compute)()
+        assert found["mine"].numpy().tolist() == [1.5 * scale] and found["shared"][0].numpy().tolist() == [3.0]
+        assert alone.numpy().tolist() == [3.0] and raw[0].numpy().tolist() == [3.0 * scale]
+    with pytest.raises(TypeError, match=r"use ronde\.keras\.DistributedOptimizer"):
+        rt.DistributedOptimizer(tf.keras.optimizers.SGD())
+
+
+@check
+def different_plans_are_an_error_that_names_them() -> None:
+    me = ronde.rank()
+    cases = {
+        "shapes": lambda: ([tf.ones([2 + me])], {}),
+        "number": lambda: ([tf.ones([2])] * (1 + me), {}),
+        "settings": lambda: ([tf.ones([2])], {"op": "mean" if me else "sum"}),
+    }
+    for name, make in cases.items():
+        gradients, options = make()
+        variables = [tf.Variable(tf.zeros_like(each), name=f"kernel{n}") for n, each in enumerate(gradients)]
+        settings = rt.GradientSettings(**options)
+
+        def compute(gradients: Any, variables: Any = variables, settings: Any = settings, name: str = name) -> Any:
+            return rt.reduce_gradients(gradients, variables, settings=settings, name=f"differ.{name}")
+
+        for _ in range(2):
+            with pytest.raises(tf.errors.OpError, match=r"rank 0: bucket 0 of 1: .*'kernel.*rank 1: bucket") as caught:
+                tf.function(compute)(gradients)
+            assert isinstance(rt.find_error(caught.value), ronde.Mismatch)
+
+
+@check
+def a_step_that_begins_in_the_middle_of_another_is_an_error() -> None:
+    if load_op_library() is None:
+        return  # there a step is one node
+    variable, ops = tf.Variable([1.0]), get_ops()
+    whole = tf.function(lambda x: rt.reduce_gradients([x], [variable], name="abandoned"))
+    assert whole(tf.constant([1.0 + ronde.rank()]))[0].numpy().tolist() == [1.5]
+
+    @tf.function
+    def half(x: Any) -> Any:  # the first of two buckets
+        operation = GraphOperation("bucket", "abandoned").encode()
+        started = ops.ronde_start_bucket(
+            inputs=[x], operation=operation, plan="0.abandoned", bucket=0, num_buckets=2, count=1, signature=7,
+            description="the first half", op=0, scales="1.0 1.0",
+        )  # fmt: skip
+        return ops.ronde_finish_bucket(inputs=started.outputs, run=started.run)[0]
+
+    assert half(tf.constant([1.0])).numpy().tolist() == [2.0]
+    with pytest.raises(tf.errors.UnknownError, match="the training step before was abandoned") as caught:
+        whole(tf.constant([1.0]))
+    assert isinstance(rt.find_error(caught.value), ronde.RondeError)
+    assert rt.allreduce(tf.ones([1])).numpy().tolist() == [2.0], "other channels go on"
+
+
+@check
+def variables_objects_and_metrics_of_the_root() -> None:
+    me = ronde.rank()
+    variables = [tf.Variable([1.0 + me, 2.0]), tf.Variable(5 + me), tf.Variable(me == 1)]
+    rt.broadcast_variables(variables, root=1)
+    assert [each.numpy().tolist() for each in variables] == [[2.0, 2.0], 6, True]
+    with pytest.raises(ronde.Mismatch, match=r"broadcast_variables of . variables: the ranks differ"):
+        rt.broadcast_variables(variables[: 1 + me])
+    assert rt.broadcast_object({"epoch": me}) == {"epoch": 0}
+    assert rt.allgather_object(me) == [0, 1]
+    assert rt.average_metrics({"loss": tf.constant(1.0 + 3 * me)}, count=3 - 2 * me) == {"loss": (3.0 + 4.0) / 4}
+
+
+@check
+def keras_variables_have_gradients_too() -> None:
+    layer = tf.keras.layers.Dense(2)
+    layer.build([None, 3])
+    rt.broadcast_variables(layer.trainable_variables)
+    gradients = [tf.ones(each.shape) * (ronde.rank() + 1.0) for each in layer.trainable_variables]
+    for convert in (lambda function: function, tf.function):
+        reduced = convert(lambda: rt.reduce_gradients(gradients, layer.trainable_variables, name="keras"))()
+        assert all(np.array_equal(each.numpy(), np.full(each.shape, 1.5, np.float32)) for each in reduced)
