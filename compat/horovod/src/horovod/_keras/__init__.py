@@ -14,7 +14,7 @@ from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompr
 from horovod.tensorflow.gradients import check_groups
 from horovod.tensorflow.mpi_ops import OPS, Average, Sum
 from horovod.tensorflow.util import contains
-from ronde.keras.gradients import GradientReduction
+from ronde.keras.gradients import KerasGradientReduction
 from ronde.keras.optimizer import DistributedBase
 
 CODECS: dict[Any, str | None] = {NoneCompressor: None, FP16Compressor: "float16"}
@@ -43,7 +43,7 @@ class HorovodArguments:
     average_passes: bool
 
 
-class HorovodReduction(GradientReduction):
+class HorovodKerasReduction(KerasGradientReduction):
     """As ronde's, without the gradients of local variables."""
 
     def __init__(self, reduction_arguments: Any, arguments: HorovodArguments) -> None:
@@ -129,11 +129,11 @@ class HorovodOptimizer(DistributedBase):
     learning_rate: Any
 
     @property
-    def gradient_reduction(self) -> HorovodReduction:
+    def gradient_reduction(self) -> HorovodKerasReduction:
         """What averages the gradients."""
-        found: HorovodReduction | None = self.__dict__.get("_gradient_reduction")
+        found: HorovodKerasReduction | None = self.__dict__.get("_gradient_reduction")
         if found is None:
-            found = HorovodReduction(self._reduction_arguments, self._horovod_arguments)
+            found = HorovodKerasReduction(self._reduction_arguments, self._horovod_arguments)
             object.__setattr__(self, "_gradient_reduction", found)
         return found
 

@@ -21,7 +21,7 @@ from ronde.tensorflow.gradients import variable_names
 from ronde.tensorflow.graph_operations import unique_in_graph
 
 
-class GradientReduction:
+class HorovodGradientReduction:
     """What DistributedGradientTape and DistributedOptimizer have in common."""
 
     def __init__(

@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow.compression import Compression, Compressor
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
-from horovod.tensorflow.gradients import GradientReduction
+from horovod.tensorflow.gradients import HorovodGradientReduction
 from horovod.tensorflow.mpi_ops import Adasum, Average, allreduce, rank
 from horovod.tensorflow.util import _executing_eagerly, without_autograph
 
@@ -45,7 +45,7 @@ class DistributedTape:
         """The pairs of variable and gradient of the local variables, and those of the others. Collective."""
         flat = tf.nest.flatten(sources)
         gradients = self.gradient(target, flat, output_gradients, use_generic_names)
-        reduction: GradientReduction = getattr(self, _ATTRIBUTE)
+        reduction: HorovodGradientReduction = getattr(self, _ATTRIBUTE)
         pairs = list(zip(flat, gradients, strict=True))
         return (
             [pair for pair in pairs if reduction.is_local(pair[0])],
@@ -67,7 +67,7 @@ def DistributedGradientTape(
     scale_local_gradients: bool = True,
 ) -> Any:  # a tape of a class made for it
     """The tape, with a gradient() that averages over the ranks. The devices have no effect."""
-    reduction = GradientReduction(
+    reduction = HorovodGradientReduction(
         compression=compression,
         sparse_as_dense=sparse_as_dense,
         op=op,
@@ -155,7 +155,7 @@ def DistributedOptimizer(
             return _DistributedAdasumOptimizer(
                 optimizer, name, use_locking, compression, backward_passes_per_step, process_set
             )
-        reduction = GradientReduction(
+        reduction = HorovodGradientReduction(
             compression=compression,
             sparse_as_dense=sparse_as_dense,
             op=op,
@@ -226,7 +226,7 @@ class _DistributedOptimizer(_WrappedOptimizer):
         optimizer: Any,
         name: str | None,
         use_locking: bool,
-        reduction: GradientReduction,
+        reduction: HorovodGradientReduction,
         backward_passes_per_step: int,
         average_aggregated_gradients: bool,
     ) -> None:
