@@ -63,8 +63,8 @@ def test_the_job_ends_well() -> None:
 @pytest.mark.parametrize("script", ["elastic_tensorflow.py", "elastic_keras.py"])
 def test_a_killed_process_costs_the_batches_since_the_commit(script: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    words = [PROGRAMS / "horovodrun", "-np", "2", "--min-np", "1", "--max-np", "2", PYTHON]
-    done = run_command([*words, ROOT / "tests/compat/scripts" / script, log], env=environment(), limit_s=LONG_S)
+    start: list[str | Path] = [PROGRAMS / "horovodrun", "-np", "2", "--min-np", "1", "--max-np", "2", PYTHON]
+    done = run_command([*start, ROOT / "tests/compat/scripts" / script, log], env=environment(), limit_s=LONG_S)
     said = f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, said
     events = [json.loads(line) for line in log.read_text().splitlines()]

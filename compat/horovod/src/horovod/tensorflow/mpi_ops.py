@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import ronde.tensorflow
@@ -142,6 +143,14 @@ def _check_op(op: int) -> Op:
     return OPS[op]
 
 
+def _round_scales(scales: tuple[float, float], tensors: Sequence[Any]) -> tuple[float, float]:
+    """The factors as Horovod multiplies with them: in float32, but in float64 for whole numbers and float64."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if scales == (1.0, 1.0) or not all(dtype.is_floating and dtype != tf.float64 for dtype in dtypes):
+        return scales
+    return float(np.float32(scales[0])), float(np.float32(scales[1]))
+
+
 def _scale_gradient(tensor: Any, group: Group, power: int) -> Any:
     """The tensor; its gradient is multiplied with the number of members to this power."""
 
@@ -222,6 +231,7 @@ def _allreduce_list(
             small, contexts[index] = compression.compress(tf.convert_to_tensor(tensor))
             sent.append(small)
     group = group_of(process_set)
+    scales = _round_scales(scales, sent)
     with tensorflow_errors():
         reduced = ronde.tensorflow.allreduce(
             sent, op=wanted, group=group, name=name, prescale=scales[0], postscale=scales[1]
@@ -370,6 +380,7 @@ def _reducescatter_list(
     group = group_of(process_set)
     pairs = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
     sent = [_scale_gradient(small, group, 1) for small, _ in pairs]
+    scales = _round_scales(scales, sent)
     with tensorflow_errors():
         rows = ronde.tensorflow.reduce_scatter(
             sent, op=OPS[op], group=group, name=name, prescale=scales[0], postscale=scales[1]

@@ -20,6 +20,7 @@ _ATTRIBUTE = "_horovod_reduction"
 class DistributedTape:
     """What the class of a tape gets in addition."""
 
+    @without_autograph
     def register_local_source(self, source: Any) -> None:
         """Keep the gradients of this variable on their rank."""
         getattr(self, _ATTRIBUTE).register_local(source)
@@ -53,6 +54,7 @@ class DistributedTape:
         )
 
 
+@without_autograph
 def DistributedGradientTape(
     gradtape: Any,
     device_dense: str = "",
@@ -84,6 +86,7 @@ def DistributedGradientTape(
     return distributed
 
 
+@without_autograph
 def PartialDistributedGradientTape(
     gradtape: Any,
     device_dense: str = "",
@@ -128,6 +131,7 @@ def local_variables_of(layers: Any) -> list[Any]:
     return [variable for layer in found for variable in layer.trainable_weights]
 
 
+@without_autograph
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
