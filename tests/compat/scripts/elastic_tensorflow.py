@@ -22,7 +22,7 @@ def note(event: str) -> None:
         file.write(json.dumps(found) + "\n")
 
 
-@tf.function
+@tf.function  # type: ignore[untyped-decorator]
 def step() -> None:
     with tf.GradientTape() as tape:
         loss = weight * 1.0

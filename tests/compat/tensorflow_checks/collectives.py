@@ -122,6 +122,7 @@ def ranks_and_sizes_are_operations() -> None:
 @check
 def a_process_set_is_a_world_of_its_own() -> None:
     alone = hvd.add_process_set([1])
+    assert alone.process_set_id is not None
     if hvd.rank() == 1:
         assert hvd.allreduce(tf.constant(3.0), op=hvd.Sum, process_set=alone).numpy() == 3.0
         assert hvd.allgather_object(5, process_set=alone) == [5]
@@ -143,7 +144,7 @@ def a_rank_without_data_joins() -> None:
 
 @check
 def operations_of_a_graph_match_by_name_in_any_order() -> None:
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def reduce(x: Any) -> Any:
         names = ["first", "second"] if hvd.rank() == 0 else ["second", "first"]
         found = {name: hvd.allreduce(x * (1.0 if name == "first" else 10.0), name=name) for name in names}
@@ -152,7 +153,7 @@ def operations_of_a_graph_match_by_name_in_any_order() -> None:
     first, second = reduce(tf.constant([1.0 + hvd.rank()]))
     assert (first.numpy(), second.numpy()) == ([1.5], [15.0])
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def twice(x: Any) -> Any:  # a name may be given twice in a graph
         return hvd.allreduce(x, name="same"), hvd.allreduce(10.0 * x, name="same")
 
@@ -162,7 +163,7 @@ def operations_of_a_graph_match_by_name_in_any_order() -> None:
 
 @check
 def a_rank_may_trace_a_function_more_often() -> None:
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def mean(x: Any) -> Any:
         return hvd.allreduce(x)
 
@@ -170,7 +171,7 @@ def a_rank_may_trace_a_function_more_often() -> None:
         assert mean(tf.constant([hvd.rank() + step, 1.0])).numpy()[0] == 0.5 + step
         if hvd.rank() == 0:
 
-            @tf.function
+            @tf.function  # type: ignore[untyped-decorator]
             def own(x: Any) -> Any:
                 return tf.reduce_sum(x * 2.0)
 

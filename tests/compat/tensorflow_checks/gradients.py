@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def a_tape_averages_gradients() -> None:
         ({"groups": [variables]}, 1.5),
     ]
     for options, expected in cases:
-        for found in tape_gradients(lambda tape, o=options: hvd.DistributedGradientTape(tape, **o), variables):
+        for found in tape_gradients(partial(hvd.DistributedGradientTape, **options), variables):
             assert isinstance(found, list)
             for gradient in found:
                 np.testing.assert_allclose(gradient, expected)
@@ -87,7 +88,7 @@ def gradients_of_local_variables_stay() -> None:
         return found
 
     for scale, own in ((True, 0.5), (False, 1.0)):
-        for shared, local in tape_gradients(lambda tape, s=scale: distribute(tape, scale=s), variables):
+        for shared, local in tape_gradients(partial(distribute, scale=scale), variables):
             np.testing.assert_allclose(shared, 1.5)
             np.testing.assert_allclose(local, own * (1 + hvd.rank()))
     layer = tf.keras.layers.Dense(1)

@@ -154,7 +154,6 @@ def _round_scales(scales: tuple[float, float], tensors: Sequence[Any]) -> tuple[
 def _scale_gradient(tensor: Any, group: Group, power: int) -> Any:
     """The tensor; its gradient is multiplied with the number of members to this power."""
 
-    @tf.custom_gradient
     def scaled(x: Any) -> tuple[Any, Any]:
         def backward(grad: Any) -> Any:
             size = tf.cast(ronde.tensorflow.size_op(group=group), grad.dtype)
@@ -163,7 +162,7 @@ def _scale_gradient(tensor: Any, group: Group, power: int) -> Any:
         return tf.identity(x), backward
 
     tensor = tf.convert_to_tensor(tensor)
-    return scaled(tensor) if tensor.dtype.is_floating else tensor
+    return tf.custom_gradient(scaled)(tensor) if tensor.dtype.is_floating else tensor
 
 
 @without_autograph
