@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ronde.keras
+from horovod._keras.keras2 import create_keras2_optimizer, is_keras_2
 from horovod.common.exceptions import translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.common.util import split_list
@@ -203,6 +204,23 @@ def create_distributed_optimizer(
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
     found_groups = check_groups(0, groups)
+    if is_keras_2(optimizer):
+        return create_keras2_optimizer(
+            optimizer,
+            name,
+            reduction={
+                "compression": compression,
+                "sparse_as_dense": sparse_as_dense,
+                "op": op,
+                "gradient_predivide_factor": gradient_predivide_factor,
+                "groups": found_groups,
+                "process_set": process_set,
+                "scale_local_gradients": scale_local_gradients,
+            },
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
+            process_set=process_set,
+        )
     is_known = isinstance(compression, type) and compression in CODECS
     arguments = HorovodArguments(
         compressor=None if is_known else compression,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
+import tensorflow as tf
 
 
-class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+class CommitStateCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Commits the state every `batches_per_commit` batches, and at the end of every epoch."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -32,7 +32,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Ke
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+class UpdateBatchStateCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Keeps the number of the batch in state.batch; an epoch that is begun again has so many batches less."""
 
     def __init__(self, state: Any) -> None:
@@ -56,7 +56,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc] 
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+class UpdateEpochStateCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Keeps the number of finished epochs, of all calls of fit(), in state.epoch."""
 
     def __init__(self, state: Any) -> None:

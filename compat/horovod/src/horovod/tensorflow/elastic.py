@@ -105,9 +105,12 @@ class TensorFlowKerasState(ObjectState):
         optimizer = self.optimizer
         if optimizer is None:
             return list(self.model.variables)
-        if not optimizer.built:
+        if hasattr(optimizer, "_create_all_weights"):  # of Keras 2, tf.keras.optimizers.legacy
+            optimizer._create_all_weights(self.model.trainable_variables)
+        elif not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
             optimizer.build(self.model.trainable_variables)
-        return [*self.model.variables, *optimizer.variables]
+        found = optimizer.variables
+        return [*self.model.variables, *(found() if callable(found) else found)]  # a method there
 
     def save(self) -> None:
         self._save_variables()

@@ -16,6 +16,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         if fused in (True, None):
             raise ValueError("SyncBatchNormalization cannot be fused: use fused=False")
         kwargs.setdefault("name", "sync_batch_normalization")
+        if not hasattr(tf.keras, "ops"):  # Keras 2, which would fuse it otherwise
+            kwargs["fused"] = False
         super().__init__(**kwargs)
 
     def _moments(self, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

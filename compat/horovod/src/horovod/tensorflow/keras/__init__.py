@@ -189,4 +189,4 @@ def load_model(
         return DistributedOptimizer(optimizer, compression=compression)
 
     with translate_errors():
-        return _load_model(keras, wrap_optimizer, filepath, custom_optimizers, custom_objects, legacy_opts)
+        return _load_model(tf.keras, wrap_optimizer, filepath, custom_optimizers, custom_objects, legacy_opts)
