@@ -17,6 +17,7 @@ from tests.services import needs
 
 NUM_RANKS = 2
 PYTHON = ROOT / ".venv-tensorflow/bin/python"
+KERAS_2 = [*PYTHON.parents[1].glob("lib/python3*/site-packages/tf_keras")]
 CHECKS = [
     f"{path.stem}.{name}"
     for path in sorted((ROOT / "tests/compat/tensorflow_checks").glob("*.py"))
@@ -73,3 +74,14 @@ def test_a_killed_process_costs_the_batches_since_the_commit(script: str, tmp_pa
     assert 4 in began, f"the last commit was that of batch 4\n{events}\n{said}"
     assert all(each["weight"] == -each["batch"] for each in events), events
     assert events[-1]["event"] == "end" and events[-1]["weight"] == -10.0, events
+
+
+@needs("tf-keras", missing="" if any(KERAS_2) else "tf-keras is not installed in .venv-tensorflow")
+def test_scripts_for_keras_2_run_with_tf_keras(tmp_path: Path) -> None:
+    start: list[str | Path] = [PROGRAMS / "horovodrun", "-np", str(NUM_RANKS), PYTHON]
+    script = ROOT / "tests/compat/scripts/keras2_training.py"
+    env = {**environment(), "TF_USE_LEGACY_KERAS": "1"}
+    done = run_command([*start, script, tmp_path], env=env, limit_s=LONG_S)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    said = sorted(line for line in done.stdout.splitlines() if line.endswith(":ok"))
+    assert said == ["[0]<stdout>:ok", "[1]<stdout>:ok"]

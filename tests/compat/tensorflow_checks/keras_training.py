@@ -128,7 +128,7 @@ def learning_rates_follow_their_callbacks() -> None:
     history = fit(model, 3, (hvd.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=2), later)).history
     np.testing.assert_allclose(history["lr"], [0.15, 0.2, 0.02], rtol=1e-5)  # from 0.2 / 2 to 0.2
     with raises(ValueError, "initial_lr"):
-        hvd.callbacks.LearningRateScheduleCallback(None, multiplier=1.0)  # type: ignore[arg-type]
+        hvd.callbacks.LearningRateScheduleCallback(None, multiplier=1.0)
 
 
 @check

@@ -142,38 +142,31 @@ def allreduce(
     op: int | None = None,
     compression: type[Compressor] | Compressor = Compression.none,
 ) -> Any:
-    """The reduction of a value, such as a number or an array, over all ranks."""
-    return _as_array(
-        hvd.allreduce(
-            tf.constant(value),
-            average=average,
-            compression=compression,
-            op=op,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            name=name,
-        )
+    """The reduction of a value, such as a number or an array, over all ranks, as a tensor."""
+    return hvd.allreduce(
+        tf.constant(value),
+        average=average,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
     )
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """The rows of all ranks' values."""
-    return _as_array(hvd.allgather(tf.constant(value), name=name))
+    return hvd.allgather(tf.constant(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """The root's value."""
-    return _as_array(hvd.broadcast(tf.constant(value), root_rank, name=name))
+    return hvd.broadcast(tf.constant(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
     """This rank's rows of the reduction of a value."""
-    return _as_array(hvd.reducescatter(tf.constant(value), op=op, name=name))
-
-
-def _as_array(tensor: Any) -> Any:
-    """An eager tensor as an array; the tensor itself while a graph is built."""
-    return tensor.numpy() if hasattr(tensor, "numpy") and tf.executing_eagerly() else tensor
+    return hvd.reducescatter(tf.constant(value), op=op, name=name)
 
 
 def load_model(
