@@ -239,7 +239,7 @@ def create_distributed_optimizer(
             optimizer,
             op=OPS[op],
             codec=CODECS[compression] if is_known else None,
-            group=group_of(process_set),
+            group=None if process_set is global_process_set else group_of(process_set),
             predivide=float(gradient_predivide_factor),
             sparse_as_dense=sparse_as_dense,
         )
