@@ -6,7 +6,10 @@ operations have a name: they never take the turn of an operation that the script
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -16,6 +19,12 @@ from jax.experimental import io_callback
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
+from ronde.elastic.training_loop import register_error_finder
+from ronde.errors import RondeError
+
+MAX_KEPT_ERRORS = 16
+
+_kept_errors: deque[RondeError] = deque(maxlen=MAX_KEPT_ERRORS)
 
 
 def reduce_gradients(
@@ -37,7 +46,8 @@ def reduce_gradients(
 
     def reduce_on_host(*arrays: Any) -> tuple[list[Array], np.bool_]:
         mine = [np.array(each) for each in arrays]
-        allreduce_arrays(resolve_group(group), mine, options, name)
+        with keep_errors():
+            allreduce_arrays(resolve_group(group), mine, options, name)
         return mine, np.bool_(is_compared())
 
     def reduce(*gradients: Any) -> list[Any]:
@@ -46,15 +56,38 @@ def reduce_gradients(
             reduce_on_host, (shapes, jax.ShapeDtypeStruct((), np.bool_)), *gradients, ordered=True
         )
         if parameters:
-            jax.lax.cond(due, compare_on_host, lambda *_: None, *parameters)
+            add_comparison = functools.partial(io_callback, compare_on_host, None, ordered=True)
+            jax.lax.cond(due, add_comparison, lambda *_: None, *parameters)
         return list(reduced)
 
-    def compare_on_host(*parameters: Any) -> None:
-        io_callback(lambda *arrays: compare([np.asarray(each) for each in arrays]), None, *parameters, ordered=True)
+    def compare_on_host(*arrays: Any) -> None:
+        with keep_errors():
+            compare([np.asarray(each) for each in arrays])
 
     if when is None:
         return reduce(*gradients)
     return list(jax.lax.cond(when, reduce, lambda *gradients: list(gradients), *gradients))
+
+
+@contextmanager
+def keep_errors() -> Iterator[None]:
+    """Keep the errors of ronde: JAX turns what a callback raises into an error of its own."""
+    try:
+        yield
+    except RondeError as error:
+        _kept_errors.append(error)
+        raise
+
+
+def find_error(error: Exception) -> RondeError | None:
+    """Return the error of ronde that has caused an error of JAX; None if it has another cause."""
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return None
+    text = str(error)
+    return next((kept for kept in reversed(_kept_errors) if str(kept) in text), None)
+
+
+register_error_finder(find_error)
 
 
 def allreduce_arrays(group: Group, arrays: Sequence[Array], options: Mapping[str, Any], name: str) -> None:

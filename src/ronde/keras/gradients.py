@@ -68,35 +68,35 @@ class KerasGradientReduction:
         `values` are those of the variables, if these are not current, as in a stateless call of JAX. `when` is a
         boolean of JAX: gradients are only averaged if it holds, as it must on all ranks alike.
         """
+        if keras.backend.backend() == "torch":
+            from ronde.torch.gradients import call_outside_of_graphs
+
+            reduced: list[Any] = call_outside_of_graphs(self._reduce_torch, gradients, variables)
+            return reduced
         if not self.is_needed:
             return list(gradients)
-        backend = keras.backend.backend()
-        if backend == "torch":
-            return self._reduce_torch(gradients, variables)
-        if backend == "jax":
+        if keras.backend.backend() == "jax":
             return self._reduce_jax(gradients, variables, values, when)
-        if backend == "tensorflow":
-            return self._reduce_tensorflow(gradients, variables)
-        raise NotImplementedError(f"ronde.keras knows the backends tensorflow, torch and jax, not {backend}")
+        return self._reduce_tensorflow(gradients, variables)
 
     def all_true(self, flag: Any) -> Any:
         """Whether a boolean tensor is true on all ranks. Collective."""
+        if keras.backend.backend() == "torch":
+            from ronde.torch.gradients import call_outside_of_graphs
+
+            return call_outside_of_graphs(self._all_true_torch, flag)
         if not self.is_needed:
             return flag
         number: Any = keras.ops.cast(flag, "float32")
-        backend, name = keras.backend.backend(), f"{self.name}.finite"
-        if backend == "torch":
-            from ronde.torch.collectives import allreduce as allreduce_torch
-
-            number = allreduce_torch(number, op="min", group=self._group)
-        elif backend == "jax":
+        name = f"{self.name}.finite"
+        if keras.backend.backend() == "jax":
             from ronde.jax.gradients import reduce_gradients
 
             (number,) = reduce_gradients([number], group=self._group, options={"op": "min"}, name=name)
         else:
-            from ronde.tensorflow.collectives import allreduce as allreduce_tensorflow
+            from ronde.tensorflow.collectives import allreduce
 
-            number = allreduce_tensorflow(number, op="min", group=self._group, name=name)
+            number = allreduce(number, op="min", group=self._group, name=name)
         return number > 0.5
 
     @property
@@ -120,6 +120,8 @@ class KerasGradientReduction:
         from ronde.torch.gradients import reduce_gradients
         from ronde.torch.tensors import ReduceOptions
 
+        if not self.is_needed:
+            return list(gradients)
         sent = [self._encode(gradient) for gradient in gradients]
         templates = [  # of missing gradients
             variable.value if gradient is not None else self._encode(variable.value)
@@ -131,6 +133,13 @@ class KerasGradientReduction:
             self._compared_variables = variables
             self._compare([keras.ops.convert_to_numpy(variable.value) for variable in variables])
         return self._decode(reduced, variables)
+
+    def _all_true_torch(self, flag: Any) -> Any:
+        from ronde.torch.collectives import allreduce
+
+        if not self.is_needed:
+            return flag
+        return allreduce(keras.ops.cast(flag, "float32"), op="min", group=self._group) > 0.5
 
     def _reduce_jax(
         self, gradients: Sequence[Any], variables: Sequence[Any], values: Sequence[Any] | None, when: Any

@@ -23,6 +23,7 @@ from ronde.keras.gradients import CODECS, KerasGradientReduction
 from ronde.training.gradient_settings import GradientSettings
 from ronde.types import Op
 
+BACKENDS = ("tensorflow", "torch", "jax")
 WRAP_FIRST = (
     "DistributedOptimizer has to be around the loss scale, not inside of it, or ranks could not agree on which steps "
     'are skipped. Call keras.config.set_dtype_policy("mixed_float16") before DistributedOptimizer(optimizer), or write '
@@ -51,6 +52,10 @@ def DistributedOptimizer(
     BroadcastInitialState sees to it. The other arguments are those of GradientSettings.
     """
     current_world("DistributedOptimizer")  # without one, that is the error to show
+    if keras.backend.backend() not in BACKENDS:
+        raise NotImplementedError(
+            f"ronde.keras is for the backends {', '.join(BACKENDS)}, not {keras.backend.backend()}"
+        )
     optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, DistributedApply | DistributedLossScale):
         raise ValueError("the optimizer is distributed already; wrap it once")

@@ -11,8 +11,9 @@ import tensorflow as tf
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
-from ronde.tensorflow.collectives import as_array, broadcast
-from ronde.tensorflow.graph_operations import operation_name, without_autograph
+from ronde.tensorflow.collectives import as_array
+from ronde.tensorflow.graph_operations import add_broadcasts, operation_name, without_autograph
+from ronde.tensorflow.op_library import GraphOperation
 from ronde.training.agreement import check_equal
 from ronde.training.metrics import weighted_means, weighted_values
 
@@ -29,11 +30,11 @@ def broadcast_variables(variables: Sequence[Any], root: int = 0, *, group: Group
         _broadcast_eagerly(members, given, root)
         return None
     base = operation_name("broadcast_variables", None)
-    assigned = []
-    for index, variable in enumerate(given):
-        value = broadcast(tf.convert_to_tensor(variable), root=root, group=members, name=f"{base}.{index}")
-        assigned.append(variable.assign(value))
-    return tf.group(*assigned)
+    if not given:
+        return tf.no_op()
+    operations = [GraphOperation("broadcast", f"{base}.{index}", members.id, root=root) for index in range(len(given))]
+    values = add_broadcasts(operations, [tf.convert_to_tensor(variable) for variable in given])
+    return tf.group(*[variable.assign(value) for variable, value in zip(given, values, strict=True)])
 
 
 def _broadcast_eagerly(members: Group, variables: list[Any], root: int) -> None:

@@ -70,9 +70,8 @@ def reduce_gradients(
         return list(gradients)
     names = variable_names(variables)
     wanted.check_names(names)
-    prepared = [
-        _prepare(gradient, each, wanted) for gradient, each in zip(gradients, names, strict=True)
-    ]  # tensors and IndexedSlices
+    given = zip(gradients, variables, names, strict=True)
+    prepared = [_prepare(gradient, variable, each, wanted) for gradient, variable, each in given]
     plan_name = name or find_call_site()
     if not name and not tf.executing_eagerly():
         plan_name = unique_in_graph(f"gradients {plan_name}")
@@ -118,7 +117,7 @@ def _check_codec(codec: str | None) -> Any:
     return None if codec in (None, "none") else tf.as_dtype(codec)
 
 
-def _prepare(gradient: Any, name: str, settings: GradientSettings) -> Any:
+def _prepare(gradient: Any, variable: Any, name: str, settings: GradientSettings) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -130,6 +129,8 @@ def _prepare(gradient: Any, name: str, settings: GradientSettings) -> Any:
         raise TypeError(f"the gradient of {name!r} has dtype {tensor.dtype.name}, which cannot be reduced")
     if settings.check_finite:
         tensor = tf.debugging.check_numerics(tensor, f"the gradient of {name!r} is not finite")
+    if not tensor.shape.is_fully_defined():
+        tensor = tf.ensure_shape(tensor, variable.shape)
     if not tensor.shape.is_fully_defined():
         raise ValueError(f"the gradient of {name!r} has the shape {tensor.shape}, which is not known in advance")
     return tensor

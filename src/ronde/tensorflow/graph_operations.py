@@ -6,8 +6,9 @@ an operation to this graph. TensorFlow's own names are not used: they change whe
 the others, or traces one again.
 
 A node is a native kernel, or Python through numpy_function where the kernels cannot be used. Such Python nodes hold a
-thread of TensorFlow while they wait, so those of a graph run one after the other, in the order in which they were
-added.
+thread of TensorFlow while they wait, so those of a function run one after the other, in the order in which they were
+added. In the graph of a session that is not possible, because a step runs only a part of it: there, operations that do
+not need each other have to be few, or TensorFlow needs as many threads.
 """
 
 from __future__ import annotations
@@ -172,13 +173,26 @@ def _rows_shape(x: Any) -> Any:
     return tf.TensorShape([None, *x.shape[1:]])
 
 
+def add_broadcasts(operations: Sequence[GraphOperation], xs: Sequence[Any]) -> list[Any]:
+    """Nodes for broadcasts of tensors of any dtypes: one for each, or one in Python for all."""
+    if get_ops() is not None:
+        return [add_same_shape(operation, [x])[0] for operation, x in zip(operations, xs, strict=True)]
+
+    def run(*arrays: Any) -> list[Any]:
+        works = [start_by_name(operation, [array]) for operation, array in zip(operations, arrays, strict=True)]
+        return [work.wait() for work in works]
+
+    return add_python_node(run, xs, [x.dtype for x in xs], [x.shape for x in xs])
+
+
 # --- nodes in Python -------------------------------------------------------------------------------------------------
 
 
 def add_python_node(
     function: Callable[..., Sequence[Any]], xs: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any]
 ) -> list[Any]:
-    """A node that calls a function with arrays and returns arrays. It runs after the ones that were added before it."""
+    """A node that calls a function with arrays and returns arrays. In a tf.function, it runs after the ones that were
+    added before it."""
 
     def run(*arrays: Any) -> list[Any]:
         try:
@@ -189,7 +203,7 @@ def add_python_node(
             raise RuntimeError(describe_error(error)) from error
 
     graph = tf.compat.v1.get_default_graph()
-    last = _last_python_node.get(graph)
+    last = _last_python_node.get(graph) if graph.building_function else None
     with tf.control_dependencies([] if last is None else [last]):
         ys = tf.numpy_function(run, list(xs), list(dtypes), stateful=True)
     for y, shape in zip(ys, shapes, strict=True):

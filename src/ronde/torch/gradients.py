@@ -3,7 +3,8 @@ ronde.keras; DistributedOptimizer of this package averages them while the backwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ from ronde.torch.tensors import ReduceOptions, allreduce_tensors
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch gives it no types
+def call_outside_of_graphs(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that torch.compile() has to leave alone."""
+    return function(*arguments)
+
+
 @torch.no_grad()
 def reduce_gradients(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], *, group: Group, options: ReduceOptions

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 import ronde
+from ronde.tensorflow.op_library import load_op_library
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
@@ -25,7 +26,6 @@ def check(body: Callable[[], None]) -> Callable[[], None]:
 def run_checks() -> None:
     """Run all of them, on all ranks in the same order, and end the process at the first that fails."""
     for name, body in CHECKS.items():
-        began = time.monotonic()
         try:
             body()
             ronde.barrier()
@@ -33,8 +33,6 @@ def run_checks() -> None:
             traceback.print_exc()
             sys.exit(f"{name} failed on rank {ronde.rank()}")
         print(f"passed {name}", flush=True)
-        if time.monotonic() - began > 10.0:
-            print(f"{name} took {time.monotonic() - began:.0f} s", file=sys.stderr)
 
 
 def each_way(function: Callable[..., Any], *inputs: Any) -> Iterator[tuple[str, list[Any]]]:
@@ -44,11 +42,20 @@ def each_way(function: Callable[..., Any], *inputs: Any) -> Iterator[tuple[str, 
     converted = tf.function(function)
     converted(*tensors)
     yield "function", [np.asarray(each) for each in tf.nest.flatten(converted(*tensors))]
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    with tf.Graph().as_default(), make_session() as session:
         nodes = function(*[tf.constant(each) for each in inputs])
         yield "graph", session.run(tf.nest.flatten(nodes))
 
 
-def of_ranks(make: Callable[[int], Any]) -> list[Any]:
-    """What each rank has."""
-    return [make(rank) for rank in range(ronde.size())]
+def in_graph(function: _Function) -> _Function:
+    """tf.function, with the type of the function."""
+    converted: _Function = tf.function(function)
+    return converted
+
+
+def make_session() -> Any:
+    """A session. Operations that run through Python hold a thread each."""
+    if load_op_library() is not None:
+        return tf.compat.v1.Session()
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=16, use_per_session_threads=True)
+    return tf.compat.v1.Session(config=config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import tensorflow as tf
 import ronde
 import ronde.tensorflow as rt
 from ronde.tensorflow.op_library import load_op_library
-from tests.jobs.tensorflow_checks.checks import check, each_way, of_ranks
+from tests.jobs.tensorflow_checks.checks import check, each_way, in_graph, make_session
 
 DTYPES = [
     *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
@@ -31,8 +32,8 @@ def every_collective_with_every_dtype_in_every_way() -> None:
     for dtype in DTYPES:
         op = "bit_or" if dtype == tf.bool else "sum"
 
-        xs = of_ranks(lambda rank, dtype=dtype: numbers(rank, (5, 2), dtype))
-        rows = of_ranks(lambda rank, dtype=dtype: numbers(rank, (rank + 2, 2), dtype))
+        xs = [numbers(rank, (5, 2), dtype) for rank in range(size)]
+        rows = [numbers(rank, (rank + 2, 2), dtype) for rank in range(size)]
         total = np.logical_or(*xs) if dtype == tf.bool else sum(x.astype(np.float64) for x in xs)
         most = np.logical_or(*xs) if dtype == tf.bool else np.maximum(*(x.astype(np.float64) for x in xs))
         share = slice(0, 3) if me == 0 else slice(3, 5)
@@ -91,7 +92,7 @@ def lists_of_several_dtypes_and_slices() -> None:
         reduced = rt.allreduce([x, tf.constant([1, 2]), slices, x * 2.0], op="mean", name="mixed")
         return [reduced[0], reduced[1], tf.convert_to_tensor(reduced[2]), reduced[3]]
 
-    for way, results in each_way(compute, np.float32([1.0, 2.0, 3.0]) * (me + 1)):
+    for way, results in each_way(compute, np.array([1.0, 2.0, 3.0], np.float32) * (me + 1)):
         assert results[0].tolist() == [1.5, 3.0, 4.5] and results[3].tolist() == [3.0, 6.0, 9.0], way
         assert results[1].tolist() == [1, 2], way
         assert results[2].tolist() == [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [0.0] * 3, [0.0] * 3], way
@@ -120,9 +121,9 @@ def gradients_are_those_of_the_sum_of_all_losses() -> None:
     # allreduce: mean of 1 and 2, times 3; allgather: 2 on each of two ranks, for the rows given; broadcast: only the
     # root; reduce_scatter: 4 / 2; alltoall: the rows that were sent.
     expected = [4.5 + 4.0 + 2.0 + 1.0, 4.5 + 2.0] if me == 0 else [4.5 + 4.0 + 2.0 + 2.0 + 1.0, 4.5 + 4.0 + 2.0 + 2.0]
-    for way, results in each_way(compute, np.float32([1.0, 2.0])):
+    for way, results in each_way(compute, np.array([1.0, 2.0], np.float32)):
         assert results[0].tolist() == expected, (way, results[0])
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    with tf.Graph().as_default(), make_session() as session:
         v = tf.constant([1.0, 2.0])
         assert session.run(tf.gradients(loss_of(v), v))[0].tolist() == expected
 
@@ -138,7 +139,7 @@ def gradients_of_gradients() -> None:
             first = inner.gradient(loss, v)
         return outer.gradient(first, v)
 
-    for way, results in each_way(compute, np.float32([3.0])):
+    for way, results in each_way(compute, np.array([3.0], np.float32)):
         assert results[0].tolist() == [4.0], way
 
 
@@ -147,7 +148,7 @@ def two_hundred_operations_with_one_thread() -> None:
     assert tf.config.threading.get_inter_op_parallelism_threads() == 1
     me = ronde.rank()
 
-    @tf.function
+    @in_graph
     def compute(x: Any) -> Any:
         # With kernels the order of the graphs may differ, too.
         order = reversed(range(200)) if me and load_op_library() is not None else range(200)
@@ -160,7 +161,7 @@ def two_hundred_operations_with_one_thread() -> None:
 
 @check
 def a_loop_uses_a_name_again_and_again() -> None:
-    @tf.function
+    @in_graph
     def compute(x: Any) -> Any:
         for _ in tf.range(20):
             x = rt.allreduce(x, op="mean") + 1.0
@@ -168,7 +169,7 @@ def a_loop_uses_a_name_again_and_again() -> None:
 
     assert compute(tf.constant([float(ronde.rank())])).numpy().tolist() == [20.5]
 
-    @tf.function
+    @in_graph
     def at_once(x: Any) -> Any:
         return [rt.allreduce(x, name="the same") for _ in range(5)]
 
@@ -182,7 +183,7 @@ def a_rank_may_trace_functions_that_others_do_not() -> None:
     def evaluate(x: Any) -> Any:  # adds operations whose names TensorFlow counts
         return rt.allreduce(x * 2.0, op="mean")
 
-    @tf.function
+    @in_graph
     def step(x: Any) -> Any:
         return rt.allreduce(x) + evaluate(x)
 
@@ -211,7 +212,7 @@ def groups_of_some_ranks() -> None:
         results = [rt.allreduce(x, group=both), rt.size_op(group=both)]
         return [*results, rt.allreduce(x, group=alone)] if ronde.rank() == 1 else results
 
-    for way, results in each_way(compute, np.float32([ronde.rank() + 1.0])):
+    for way, results in each_way(compute, np.array([ronde.rank() + 1.0], np.float32)):
         assert results[0].tolist() == [3.0] and int(results[1]) == 2, way
         assert ronde.rank() == 0 or results[2].tolist() == [2.0], way
     if ronde.rank() == 0:
@@ -223,7 +224,7 @@ def groups_of_some_ranks() -> None:
 
 @check
 def barriers_and_joins_in_graphs() -> None:
-    @tf.function
+    @in_graph
     def wait() -> Any:
         rt.barrier()
         return tf.constant(1)
@@ -257,7 +258,8 @@ def members_that_differ_get_the_error_that_says_so() -> None:
 
 @check
 def wrong_arguments_are_refused() -> None:
-    for run in (lambda f: f(), lambda f: tf.function(f)()):
+    runs: list[Callable[[Callable[[], Any]], Any]] = [lambda f: f(), lambda f: tf.function(f)()]
+    for run in runs:
         with pytest.raises(TypeError, match="dtype string is not supported"):
             run(lambda: rt.allreduce(tf.constant("text")))
         with pytest.raises(ValueError, match="the list of tensors is empty"):

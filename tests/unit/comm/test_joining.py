@@ -32,7 +32,7 @@ from ronde.errors import JobFinished, LeftBehind, PeerLost, StartFailed
 from ronde.net.addresses import candidate_addresses
 from ronde.net.keys import JobKey, new_job_key
 from ronde.net.messages import LeaveReason
-from ronde.settings import Settings, config_dir
+from ronde.settings import Settings, cache_dir, config_dir
 from ronde.types import Deadline
 from tests.forwarder import Forwarder
 from tests.limits import PATIENCE_S
@@ -288,6 +288,8 @@ def test_a_job_of_one_makes_no_secret(no_launcher: Path, monkeypatch: pytest.Mon
 def test_the_users_folder_follows_the_convention() -> None:
     assert config_dir({"XDG_CONFIG_HOME": "/c"}) == Path("/c/ronde")
     assert config_dir({"XDG_CONFIG_HOME": "relative"}) == Path.home() / ".config/ronde"
+    assert cache_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/ronde")
+    assert cache_dir({}) == Path.home() / ".cache/ronde"
 
 
 def srun(rank: int = 1, job: str = "srun 7", host: str = "127.0.0.1", is_one_host: bool = False) -> LauncherEnvironment:

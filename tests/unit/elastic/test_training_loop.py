@@ -14,7 +14,7 @@ import pytest
 
 import ronde
 from ronde.comm.world import World, current_world
-from ronde.elastic import RoundChange, State
+from ronde.elastic import RoundChange, State, training_loop
 from ronde.elastic.training_loop import TerminationSignal
 from ronde.errors import JobFinished, LeftBehind, OperationTimeout, PeerLost, RoundEnded, StartFailed, StateLost
 from ronde.net.messages import LeaveReason
@@ -101,6 +101,20 @@ def test_after_a_loss_it_joins_the_next_round_and_trains_on(
     undone = [] if isinstance(error, RoundChange) else ["undo_step"]
     assert part_of(state).calls == ["sync [0]", *undone, "reset", "callback", "sync [0]"]
     assert (script.seen, rounds.num_joined) == ([0, 1], 1)
+
+
+class FrameworkError(Exception):
+    """The error of a framework, in which only the framework's package finds the original."""
+
+
+def test_a_loss_inside_of_an_error_of_a_framework_is_a_loss(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_loop, "_error_finders", [])
+    script = Script(FrameworkError("lost"), "done", FrameworkError("other"))
+    training_loop.register_error_finder(lambda error: LOST if str(error) == "lost" else None)
+    rounds, state = Rounds(monkeypatch, None), State(weights=Weights())
+    assert ronde.elastic.run(script, state) == "done" and rounds.num_joined == 1
+    with pytest.raises(FrameworkError, match="other"):
+        ronde.elastic.run(script, state)
 
 
 @pytest.mark.parametrize(

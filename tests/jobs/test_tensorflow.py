@@ -1,0 +1,60 @@
+"""ronde.tensorflow on two ranks: the checks of tests/jobs/tensorflow_checks, with native kernels and through Python,
+and what ranks see when one of them is lost or does not come. Ranks run in the environment that has TensorFlow."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ROOT, output_of, run_command
+from tests.limits import LONG_S, LONG_TEST_S, OPERATION_S
+from tests.services import needs
+
+TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
+RUN: tuple[str | Path, ...] = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np", "2")
+CHECKS = ROOT / "tests/jobs/tensorflow_checks"
+pytestmark = [
+    pytest.mark.timeout(LONG_TEST_S),
+    needs("TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it"),
+]
+
+
+def environment(**more: str) -> dict[str, str]:
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "RONDE_OPERATION_S": str(OPERATION_S)}
+    return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **quiet, **more}
+
+
+@pytest.mark.parametrize("ops", ["auto", "python"])
+def test_the_checks_pass_with_kernels_and_through_python(ops: str, tmp_path: Path) -> None:
+    env = environment(RONDE_TENSORFLOW_OPS=ops, XDG_CACHE_HOME=str(tmp_path))
+    done = run_command([*RUN, TENSORFLOW, "-m", "tests.jobs.tensorflow_checks"], env=env, limit_s=LONG_S)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    sources = [path.read_text() for path in (CHECKS / "collective_checks.py", CHECKS / "gradient_checks.py")]
+    num_checks = sum(len(re.findall("^@check$", text, re.MULTILINE)) for text in sources)
+    for rank in range(2):
+        assert len(re.findall(rf"^\[{rank}\] passed ", done.stdout, re.MULTILINE)) == num_checks
+    warned = "operations in TensorFlow graphs run through Python" in done.stdout + done.stderr
+    assert warned == (ops == "python")
+    assert len(list(tmp_path.glob("ronde/tensorflow/*.json"))) == (1 if ops == "auto" else 0), "one self-test per host"
+
+
+@pytest.mark.parametrize("case", ["step", "operation"])
+def test_a_rank_that_is_killed_is_named_by_the_error_of_the_graph(case: str, tmp_path: Path) -> None:
+    words = [*RUN, TENSORFLOW, "-m", "tests.jobs.tensorflow_checks.faults", case, tmp_path]
+    done = run_command(words, env=environment(), limit_s=LONG_S)
+    assert done.returncode != 0
+    seen = (tmp_path / "rank-0").read_text()
+    assert re.match(r"UnknownError PeerLost: rank 0 lost rank 1 .*killed by signal 9 \(SIGKILL\)", seen), done.stderr
+    assert case != "step" or "during bucket" in seen
+
+
+def test_what_others_do_not_come_to_ends_with_an_error_that_names_them(tmp_path: Path) -> None:
+    words = [*RUN, TENSORFLOW, "-m", "tests.jobs.tensorflow_checks.faults", "timeout", tmp_path]
+    output_of(words, env=environment(RONDE_OPERATION_S="5"), limit_s=LONG_S)
+    operation, gradients = (tmp_path / "rank-0").read_text().splitlines()
+    assert "OperationTimeout: allreduce 'alone' of group 0 did not start within 5 s; it waits for rank 1" in operation
+    assert "rank 1 did not connect" in gradients and "within 5 s" in gradients
