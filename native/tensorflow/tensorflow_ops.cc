@@ -411,6 +411,15 @@ struct BucketRun {
   std::unique_ptr<Job> finish;          // the kernel that waits for the end
   rd_channel* channel = nullptr;
   uint32_t num_members = 0;
+  int64_t num_bytes = 0;
+};
+
+// What calls of buckets took, as ronde's metrics count it.
+struct BucketCounts {
+  int64_t calls = 0;
+  int64_t bytes = 0;
+  int64_t wait_ns = 0;
+  int64_t move_ns = 0;
 };
 
 // A plan in this process: its channel, and which bucket comes next.
@@ -425,6 +434,7 @@ struct BucketPlan {
 struct BucketTable {
   std::mutex mutex;
   std::map<std::string, BucketPlan> plans;
+  std::map<std::string, BucketCounts> counts;          // by plan, of all rounds
   std::map<int64_t, std::shared_ptr<BucketRun>> runs;  // by number, which RondeStartBucket passes on
   int64_t next_number = 1;
 };
@@ -478,6 +488,15 @@ void on_call_end(void* context, const rd_result* result) {
     run->outputs.clear();
     finish = std::move(run->finish);
   }
+  if (result->status == RD_OK) {
+    BucketTable& table = bucket_table();
+    std::lock_guard<std::mutex> lock(table.mutex);
+    BucketCounts& counts = table.counts[run->operation->plan];
+    counts.calls += 1;
+    counts.bytes += run->num_bytes;
+    counts.wait_ns += result->ready_ns - result->start_ns;
+    counts.move_ns += result->end_ns - result->ready_ns;
+  }
   if (finish) finish_bucket(std::move(finish), run.get());
 }
 
@@ -518,6 +537,7 @@ rd_status submit_bucket(BucketTable& table, BucketPlan& plan, Job* start, int64_
   std::vector<rd_span> spans(start->inputs.size());
   for (size_t i = 0; i < spans.size(); ++i)
     spans[i] = {start->input_data[i], start->output_data[i], static_cast<uint64_t>(count_of(start->inputs[i].get()))};
+  for (const Tensor& input : start->inputs) run->num_bytes += static_cast<int64_t>(TF_TensorByteSize(input.get()));
   // The run keeps the memory: the call may end before this function returns, and the kernel may be gone before the
   // call.
   run->inputs = std::move(start->inputs);
@@ -950,14 +970,15 @@ EXPORT void ronde_tf_start_on(Job* job, rd_channel* channel, uint32_t num_member
   start_bucket(std::move(start));
 }
 
-// Forgets the channel of a plan, which cannot be used any more.
-EXPORT void ronde_tf_forget_plan(const char* name) {
+// How many calls the plan's buckets have had so far, their bytes, and the nanoseconds of waiting and moving.
+EXPORT void ronde_tf_get_counts(const char* name, int64_t* counts) {
   BucketTable& table = bucket_table();
   std::lock_guard<std::mutex> lock(table.mutex);
-  auto found = table.plans.find(name);
-  if (found == table.plans.end()) return;
-  if (found->second.channel != nullptr) ronde.release(found->second.channel);
-  table.plans.erase(found);
+  const BucketCounts& found = table.counts[name];
+  counts[0] = found.calls;
+  counts[1] = found.bytes;
+  counts[2] = found.wait_ns;
+  counts[3] = found.move_ns;
 }
 
 // Ends the kernels of all jobs that nobody has taken, and of all later ones, with an error.

@@ -32,6 +32,7 @@ from ronde.comm.buffers import array_at
 from ronde.comm.call import Memory
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
+from ronde.observe.metrics import Counts
 from ronde.settings import cache_dir
 from ronde.types import Deadline, DType
 
@@ -190,6 +191,7 @@ class OpLibrary:
             raise RondeError(f"{path.name}: {problem.decode(errors='replace')}")
         library.ronde_tf_take_job.argtypes = (POINTER(JobView), c_double)
         library.ronde_tf_allocate_output.argtypes = (c_void_p, c_int, POINTER(c_int64), c_int, POINTER(c_void_p))
+        library.ronde_tf_get_counts.argtypes = (c_char_p, POINTER(c_int64))
         library.ronde_tf_fail.argtypes = (c_void_p, c_int, c_char_p)
         library.ronde_tf_start_on.argtypes = (c_void_p, c_void_p, c_uint32, c_double, c_int32)
         for name in ("finish", "free_job"):
@@ -215,6 +217,13 @@ class OpLibrary:
             )
             self._library.ronde_tf_free_job(self._view.job)
             return None
+
+    def get_counts(self, plan: str) -> Counts:
+        """What the buckets of a plan have taken so far, in all rounds."""
+        counts = (c_int64 * 4)()
+        self._library.ronde_tf_get_counts(plan.encode(), counts)
+        operations, num_bytes, wait_ns, move_ns = counts
+        return operations, num_bytes, wait_ns, move_ns
 
     def stop(self) -> None:
         """End all kernels that wait for their job to be taken, and all later ones, with an error."""

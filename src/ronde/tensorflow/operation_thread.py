@@ -32,6 +32,7 @@ from ronde.comm.work import Work, call_when_over
 from ronde.comm.world import World, current_world
 from ronde.errors import OperationTimeout, RondeError, RoundEnded
 from ronde.net.event_loop import start_thread
+from ronde.observe.metrics import Counts
 from ronde.tensorflow.graph_errors import describe_error
 from ronde.tensorflow.op_library import (
     FAILED_PRECONDITION,
@@ -293,11 +294,24 @@ class OperationThread:
             return
         if job.bucket:
             raise RoundEnded(f"{job.description}: the round is over, or a new one has begun in the middle of the step")
+        is_new = plan_channels.find(job.plan) is None
         channel = plan_channels.open(job.plan, group)
+        if is_new:
+            self._count(job.plan, group)
         backend_channel = channel.backend_channel
         assert isinstance(backend_channel, NativeChannel)
         algorithm = ALGORITHMS.index(current_world().settings.algorithm)
         job.start_on(backend_channel.handle, group.size, group.operation_timeout_s, algorithm)
+
+    def _count(self, plan: str, group: Group) -> None:
+        """Let the metrics of this round count the buckets of a plan, from now on."""
+        before = self._library.get_counts(plan)
+
+        def counts() -> Counts:
+            calls, num_bytes, wait_ns, move_ns = self._library.get_counts(plan)
+            return calls - before[0], num_bytes - before[1], wait_ns - before[2], move_ns - before[3]
+
+        current_world().recorder.add_counts(group.id, "bucket", counts)
 
 
 def _start_job(job: KernelJob) -> Work:

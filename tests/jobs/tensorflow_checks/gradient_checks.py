@@ -134,6 +134,11 @@ def a_rank_may_trace_its_step_again_alone() -> None:
     assert_trained(weights, 4)
 
 
+def count_bytes() -> int:
+    """How many bytes of buckets this rank has reduced."""
+    return ronde.metrics().of(0, "bucket").bytes
+
+
 @check
 def buckets_in_opposite_orders_do_not_deadlock() -> None:
     me = ronde.rank()
@@ -149,9 +154,11 @@ def buckets_in_opposite_orders_do_not_deadlock() -> None:
             last = gradients[index]
         return rt.reduce_gradients(gradients, variables, settings=rt.GradientSettings(bucket_mb=0.002))
 
+    before = count_bytes()
     for _ in range(5):
         for index, each in enumerate(compute(tf.constant(me + 1.0))):
             assert each.numpy().tolist() == [1.5 * index] * (500 + index)
+    assert count_bytes() - before == 5 * 4 * sum(500 + index for index in range(6))
 
 
 @check
@@ -296,6 +303,22 @@ def a_step_that_begins_in_the_middle_of_another_is_an_error() -> None:
         whole(tf.constant([1.0]))
     assert isinstance(rt.find_error(caught.value), ronde.RondeError)
     assert rt.allreduce(tf.ones([1])).numpy().tolist() == [2.0], "other channels go on"
+
+
+@check
+def a_rank_without_data_joins_the_steps_of_the_others() -> None:
+    variables = [tf.Variable(tf.zeros([300])), tf.Variable(tf.zeros([400]))]
+    settings = rt.GradientSettings(bucket_mb=0.001)
+
+    @in_graph
+    def step(x: Any) -> Any:
+        return rt.reduce_gradients([tf.ones([300]) * x, tf.ones([400]) * x], variables, settings=settings, name="join")
+
+    for turn in range(2):
+        for _ in range(2 if ronde.rank() else 4):
+            found = step(tf.constant(2.0))
+        assert int(rt.join()) == 0
+        assert [float(each[0]) for each in found] == [2.0 if ronde.rank() else 1.0] * 2, turn
 
 
 @check

@@ -16,10 +16,11 @@ from ronde.comm.call import Call, Signature
 from ronde.comm.group import Group
 from ronde.comm.plan import Bucket, Plan
 from ronde.comm.world import World
-from ronde.errors import RoundEnded
+from ronde.errors import PeerLost, RoundEnded
 from ronde.observe.events import StallReported
 from ronde.settings import Settings
 from tests.conformance.ranks import run_threads
+from tests.unit.comm.thread_ranks import run_ranks
 
 
 def test_one_rank_can_do_everything_alone(alone: World) -> None:
@@ -184,6 +185,24 @@ def test_a_member_that_waits_too_long_is_reported_with_who_is_missing() -> None:
         return [event.report for event in world.recorder.events() if isinstance(event, StallReported)]
 
     run_threads(2, body, settings=Settings(stall_s=0.2, operation_s=20.0))
+
+
+def test_a_rank_that_aborts_a_plans_channel_is_lost_there_and_nowhere_else() -> None:
+    def body(world: World) -> str:
+        plan = Plan([Bucket(4)], world.group, name="steps")
+        try:
+            if world.rank == 0:
+                plan.run(0)
+            else:
+                world.group.abort_plan_channel(plan.group.ordered_channel, "a step was abandoned")
+        except PeerLost as error:
+            assert error.peer == 1
+            return error.why
+        finally:
+            assert world.group.allreduce(np.ones(1)).tolist() == [2.0]
+        return ""
+
+    assert run_ranks(2, body) == ["a step was abandoned", ""]
 
 
 def test_buckets_begin_at_cache_lines_and_are_recorded(alone: World) -> None:
