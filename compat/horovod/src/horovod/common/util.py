@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from horovod.common.exceptions import HorovodVersionMismatchError
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
-AVAILABLE = ["torch"]
+AVAILABLE = ["tensorflow", "torch"]
 """Frameworks whose module exists here."""
 IMPORT_TIMEOUT_S = 20.0
 """Loading a library from a network file system may take long."""

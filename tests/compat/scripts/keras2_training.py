@@ -1,0 +1,89 @@
+"""A training as scripts for Keras 2 have it, run with tf-keras: ranks stay equal. Every rank prints "ok"."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import horovod.tensorflow as hvd_tensorflow
+import horovod.tensorflow.keras as hvd
+
+FOLDER = Path(sys.argv[1])
+
+
+def make_model() -> Any:
+    tf.keras.utils.set_random_seed(10 + hvd.rank())  # other weights on each rank
+    model = tf.keras.models.Sequential()
+    model.add(tf.keras.layers.Dense(3, input_shape=(4,), activation="tanh"))
+    model.add(tf.keras.layers.Dense(1))
+    return model
+
+
+def assert_equal_on_all_ranks(model: Any) -> None:
+    both = hvd.allgather(np.concatenate([np.ravel(each) for each in model.get_weights()])[None])
+    np.testing.assert_array_equal(both[0], both[1])
+
+
+def fit(model: Any, epochs: int) -> Any:
+    x = np.random.default_rng(hvd.rank()).random((16, 4), np.float32)
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.2, warmup_epochs=2),
+        hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.2, multiplier=0.1, start_epoch=2),
+    ]
+    return model.fit(x, x.sum(axis=1, keepdims=True), batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+hvd.init()
+assert not hasattr(tf.keras, "ops"), "this is Keras 3"
+optimizers = tf.keras.optimizers
+cases: list[tuple[Any, dict[str, Any]]] = [
+    (optimizers.SGD(learning_rate=0.2, momentum=0.9), {}),
+    (optimizers.legacy.SGD(lr=0.2, momentum=0.9), {"compression": hvd.Compression.fp16}),
+    (optimizers.Adam(0.2), {"backward_passes_per_step": 2, "groups": 2}),
+    (optimizers.legacy.Adam(0.2), {"backward_passes_per_step": 2}),
+]
+for optimizer, options in cases:
+    model = make_model()
+    distributed = hvd.DistributedOptimizer(optimizer, **options)
+    model.compile(loss="mse", optimizer=distributed, experimental_run_tf_function=False)
+    history = fit(model, 3).history
+    np.testing.assert_allclose(history["lr"], [0.15, 0.2, 0.2], rtol=1e-5)
+    assert history["loss"][-1] < history["loss"][0]
+    assert_equal_on_all_ranks(model)
+
+weight = tf.Variable([0.0])
+for passes, expected in ((1, [-1.5, -3.0]), (2, [-0.0, -3.0])):
+    weight.assign([0.0])
+    distributed = hvd.DistributedOptimizer(optimizers.SGD(1.0), backward_passes_per_step=passes)
+    found = []
+    for _ in range(2):
+        distributed.minimize(lambda: weight * (1.0 + hvd.rank()), [weight])
+        found.append(float(weight.numpy()[0]))
+    assert found == expected, found
+
+path = FOLDER / f"model{hvd.rank()}.h5"
+model.save(path)
+loaded = hvd.load_model(path)
+x = np.ones((4, 4), np.float32) * hvd.rank()
+loaded.train_on_batch(x, x[:, :1])
+assert_equal_on_all_ranks(loaded)
+
+state = hvd.elastic.KerasState(loaded, batch=hvd.rank())
+state.sync()
+assert state.batch == 0
+kept = loaded.get_weights()
+loaded.train_on_batch(x, x[:, :1])
+state.restore()
+np.testing.assert_array_equal(loaded.get_weights()[0], kept[0])
+
+batches = np.array([[[1.0], [3.0]], [[5.0], [9.0]]], np.float32)
+layer = hvd_tensorflow.SyncBatchNormalization(momentum=0.0, epsilon=0.0)
+found = layer(tf.constant(batches[hvd.rank()]), training=True)
+np.testing.assert_allclose(found, (batches[hvd.rank()] - batches.mean()) / batches.std(), rtol=1e-5)
+print("ok")
