@@ -7,7 +7,6 @@ tensorflow   buckets in the graph, which travel while the backward pass runs (ro
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,7 +32,7 @@ ADVICE = (
     "ronde.keras.broadcast_parameters(model) before training, on all ranks, or let all of them load the same "
     "checkpoint. If they are meant to differ, compare_at_step=0 or RONDE_COMPARE_AT_STEP=0 turns this off"
 )
-_num_reductions: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
+_num_reductions: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 """How many optimizers have averaged gradients over each group."""
 
 
@@ -103,9 +102,9 @@ class KerasGradientReduction:
     def name(self) -> str:
         """Which optimizer of the group this is, counted when it is first used: the same on all ranks."""
         if not self._name:
-            counts = _num_reductions.setdefault(resolve_group(self._group), Counter())
-            counts["keras"] += 1
-            self._name = f"ronde.keras.{counts['keras']}"
+            members = resolve_group(self._group)
+            number = _num_reductions[members] = _num_reductions.get(members, 0) + 1
+            self._name = f"ronde.keras.{number}"
         return self._name
 
     @property
