@@ -164,6 +164,11 @@ class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):
                 "track(): this loader does not draw from this sampler; make it with "
                 "DataLoader(dataset, batch_sampler=sampler)"
             )
+        if not getattr(loader, "in_order", True):
+            raise ValueError(
+                "track(): a DataLoader with in_order=False returns batches in the order in which its workers finish, "
+                "so ranks would train on parts of different batches; leave in_order=True"
+            )
         self._end_finished_step()  # a loop may have been left behind its last step
         self._set_position(self._position, self._carried_from)
         members, epoch = self._members(), self.epoch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -292,6 +293,9 @@ def test_what_cannot_be_done_is_refused() -> None:
         sampler = ElasticBatchSampler(4, global_batch=2, group=world.group)
         with pytest.raises(ValueError, match="batch_sampler=sampler"):
             next(iter(sampler.track(DataLoader(TensorDataset(torch.arange(4)), batch_size=2))))
+        if "in_order" in inspect.signature(DataLoader).parameters:
+            with pytest.raises(ValueError, match="in_order=False"):
+                next(iter(sampler.track(loader_of(sampler, num_workers=1, in_order=False))))
         with pytest.raises(ValueError, match="more batches than were drawn"):
             list(sampler.track([1, *loader_of(sampler)]))
         other = ElasticBatchSampler(4, global_batch=2, seed=9, group=world.group)
