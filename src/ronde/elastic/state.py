@@ -56,6 +56,11 @@ class StatePart(Protocol):
         applied gradients. Called in every step."""
         return False
 
+    def describe(self) -> str:
+        """Return, in words, what has to be equal on all ranks and that sync() does not make equal. Called when a round
+        begins; ranks that differ are a Mismatch."""
+        return ""
+
     def reset(self) -> None:
         """A new round has begun: drop what is tied to the old one. Called before sync()."""
         return None
@@ -327,17 +332,15 @@ class State:
             raise RoundChange
 
     def _gather_progress(self, world: World) -> list[Progress]:
-        """The progress of all ranks. Mismatch if their states have different names or types."""
-        names = "\n".join(f"{name} {type(part).__name__}" for name, part in self._parts.items())
+        """The progress of all ranks. Mismatch if their states have different names, types or settings."""
+        settings = {name: part.describe() for name, part in self._parts.items()}
+        parts = "\n".join(f"{name} {type(part).__name__} {settings[name]}" for name, part in self._parts.items())
         own = (*self._position, self._is_at_step_end, *self._committed_position, self._is_survivor)
-        row = np.array([[zlib.crc32(names.encode()), *own]], np.int64)
+        row = np.array([[zlib.crc32(parts.encode()), *own]], np.int64)
         rows = world.group.allgather(row).tolist()
         if len({fingerprint for fingerprint, *_ in rows}) > 1:
-            held = objects.allgather([*self._objects], group=world.group)
-            answers = {rank: ", ".join(each) or "plain values only" for rank, each in enumerate(held)}
-            raise Mismatch(
-                f"ranks have states of different objects: {format_rank_answers(answers)}; give State() the same on all"
-            )
+            held = objects.allgather({name: settings[name] for name in self._objects}, group=world.group)
+            raise Mismatch(_describe_difference(held))
         return [
             Progress(Position(steps, commits), bool(at_end), Position(*committed), bool(survives))
             for _, steps, commits, at_end, *committed, survives in rows
@@ -346,6 +349,18 @@ class State:
     def _check_name(self, name: str) -> None:
         if name.startswith("_") or hasattr(type(self), name):
             raise AttributeError(f"{name!r} cannot be a name in a state: State has it, or it begins with an underscore")
+
+
+def _describe_difference(held: Sequence[dict[str, str]]) -> str:
+    """Say how the states of ranks differ: in their objects, or in the settings of the first one that does. `held` has
+    the settings by name, for each rank."""
+    if all(each.keys() == held[0].keys() for each in held):
+        for name in held[0]:
+            if any(each[name] != held[0][name] for each in held):
+                answers = format_rank_answers({rank: each[name] for rank, each in enumerate(held)})
+                return f"{name} of the state differs between ranks: {answers}; make it with the same settings on all"
+    answers = format_rank_answers({rank: ", ".join(each) or "plain values only" for rank, each in enumerate(held)})
+    return f"ranks have states of different objects: {answers}; give State() the same on all"
 
 
 def count_progress(state: State) -> int:

@@ -217,6 +217,13 @@ class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):
         # From now on the steps of this State decide which batches count.
         self._state = state
 
+    def describe(self) -> str:
+        # The settings, which have to be the same on all ranks.
+        batch = f"global_batch={self._global_batch}" if self._global_batch else f"per_rank_batch={self._per_rank_batch}"
+        order = ", ".join(f"{name}={value}" for name, value in self._order_settings().items())
+        shares = "speed" if self._follows_speed else "equal"
+        return f"{order}, {batch}, ends={self.ends!r}, shares={shares!r}"
+
     @property
     def position(self) -> SamplePosition:
         # Behind the batches that have been counted.

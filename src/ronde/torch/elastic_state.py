@@ -426,6 +426,9 @@ class SamplerPart(StatePart):
     def undo_step(self) -> None:
         self._sampler.go_to(self._kept)
 
+    def describe(self) -> str:
+        return self._sampler.describe()
+
     def sync(self, givers: Sequence[int]) -> None:
         self._sampler.go_to(SamplePosition(*objects.broadcast(tuple(self._sampler.position), givers[0])))
 

@@ -19,6 +19,7 @@ from ronde.elastic import State
 from ronde.torch import DistributedOptimizer, ElasticBatchSampler
 from ronde.training.sample_sharding import epoch_order
 from tests.conformance.ranks import run_threads
+from tests.unit.elastic.thread_states import run_ranks
 from tests.unit.training.arrays import ArrayTraining, Weight
 
 
@@ -275,6 +276,32 @@ def test_a_loop_whose_position_was_set_in_its_body_does_not_go_on(alone: None, h
             else:
                 iter(loader_of(sampler))
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"data": 11},
+        {"seed": 2},
+        {"shuffle": False},
+        {"ends": "drop"},
+        {"global_batch": 8},
+        {"global_batch": None, "per_rank_batch": 4},
+        {"shares": "speed"},
+    ],
+    ids=repr,
+)
+def test_ranks_with_different_samplers_are_refused(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(world: World) -> str:
+        settings = {"data": 12, "global_batch": 4, **(other if world.rank else {})}
+        state = State(sampler=ElasticBatchSampler(**settings))
+        with pytest.raises(ronde.Mismatch) as raised:
+            state.sync()
+        return str(raised.value)
+
+    first, second = run_ranks(monkeypatch, 2, body)
+    assert first == second
+    assert "sampler of the state differs between ranks: rank 0 gave length=12, seed=0, shuffle=True, " in first
 
 
 def test_what_cannot_be_done_is_refused() -> None:
