@@ -56,6 +56,11 @@ class StatePart(Protocol):
         applied gradients. Called in every step."""
         return False
 
+    def is_in_step(self) -> bool:
+        """Return whether a step was begun since the last step end, and nothing can be committed before its end: batches
+        were handed out. Called by State.commit()."""
+        return False
+
     def describe(self) -> str:
         """Return, in words, what has to be equal on all ranks and that sync() does not make equal. Called when a round
         begins; ranks that differ are a Mismatch."""
@@ -170,6 +175,8 @@ class State:
         self._committed: dict[str, Any] | None = None
         """By the name of a part, the copy that its commit() returned; None before the first commit."""
         self._committed_position = Position()
+        self._commit_is_due = False
+        """Whether commit() was called in the middle of the step under way."""
         self._reset_callbacks: list[Callable[[], object]] = []
         values: dict[str, Any] = {}
         for name, value in named.items():
@@ -241,14 +248,19 @@ class State:
     def commit(self) -> None:
         """Keep a copy of everything in memory, for restore() and for the loss of all ranks that have finished a step.
         All ranks call it at the same point, and leave the round there if ranks come or go. In the body of a loop it is
-        the last call: it ends the step.
+        the last call: it ends the step. If batches of a step were handed out and no optimizer has stepped, as when
+        gradients of the last batch of an epoch are accumulated, the copy is made at the end of that step.
 
         If the copy fails, as when memory is full, the commit before stays."""
         world = current_world("State.commit()")
         if self.has_stepped():
             if world.is_candidate:
                 raise refused_to_candidate("State.commit()")
+            self._commit_is_due = False  # it follows
             self._end_step()
+        elif any(part.is_in_step() for part in self._parts.values()):
+            self._commit_is_due = True
+            return
         self._keep_commit(Position(self._steps, self._commits + 1))
         self._keep_step_end()
         self._steps, self._commits = self._committed_position
@@ -262,6 +274,7 @@ class State:
             part.restore(self._committed[name])
         self._steps, self._commits = self._committed_position  # first: parts may look at it
         self._is_at_step_end = True
+        self._commit_is_due = False
         self._keep_step_end()
 
     def sync(self) -> None:
@@ -283,6 +296,7 @@ class State:
                 raise
         self._steps, self._commits = givers.position
         self._is_at_step_end = self._is_survivor = True
+        self._commit_is_due = False
         self._keep_step_end()
         self._keep_commit(self._position)
         world.has_state = True
@@ -306,6 +320,9 @@ class State:
     def _end_step(self) -> None:
         vars(self)["_steps"] += 1  # first: parts may look at it; without __setattr__, which costs a call
         self._keep_step_end()
+        if self._commit_is_due:
+            self._commit_is_due = False
+            self._keep_commit(self._position)
 
     def _keep_step_end(self) -> None:
         for end_step in self._end_step_calls:

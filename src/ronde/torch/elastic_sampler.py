@@ -113,7 +113,7 @@ class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. It does nothing for the current epoch, so a resumed one continues."""
         if epoch != self.epoch:
-            self.go_to(SamplePosition(epoch))
+            self._set_position(SamplePosition(epoch), self._carried_from)
         self._finished_from = None
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -228,6 +228,11 @@ class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):
     def position(self) -> SamplePosition:
         # Behind the batches that have been counted.
         return self._carried_from or self._position
+
+    @property
+    def is_in_step(self) -> bool:
+        # Whether batches were handed out and have not been counted.
+        return self._num_pending > 0 or self._carried_from is not None
 
     def go_to(self, position: SamplePosition) -> None:
         # Batches that were handed out and not counted are forgotten.

@@ -417,7 +417,7 @@ class SamplerPart(StatePart):
 
     def end_step(self) -> None:
         steps = self._state.steps
-        if steps == self._num_steps:  # a commit in the middle of a step
+        if steps == self._num_steps:  # a commit or a new round
             self._kept = self._sampler.position
         else:
             self._num_steps = steps
@@ -425,6 +425,9 @@ class SamplerPart(StatePart):
 
     def undo_step(self) -> None:
         self._sampler.go_to(self._kept)
+
+    def is_in_step(self) -> bool:
+        return self._sampler.is_in_step
 
     def describe(self) -> str:
         return self._sampler.describe()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -163,24 +162,77 @@ def test_batches_that_make_one_step_count_together(alone: None, with_state: bool
 def test_batches_of_an_epoch_whose_step_ends_in_the_next_one_count_with_it(alone: None) -> None:
     sampler = ElasticBatchSampler(20, global_batch=4)  # five batches, and two make a step
     trained = Trained(passes=2)
-    state = State(optimizer=trained.optimizer, sampler=sampler)
-    numbers = itertools.count(1)
+    state = State(optimizer=trained.optimizer, sampler=sampler, number=0, epoch=0)
+    state.commit()
 
     def train_epoch() -> None:
         for batch in sampler.track(loader_of(sampler)):
+            state.number += 1
             trained.backward(batch)
-            if next(numbers) % 2 == 0:
+            if state.number % 2 == 0:
                 trained.step()
+        state.epoch += 1
+        state.commit()
 
     train_epoch()
-    state.commit()
     assert (sampler.epoch, sampler.consumed, state.steps) == (1, 0, 2)
     assert sampler.state_dict()["consumed"] == 16, "the last batch is in no parameter"
     train_epoch()
     assert (sampler.epoch, state.steps) == (2, 5)
     assert sampler.position == (2, 0)
+
+
+@pytest.mark.parametrize("sets_epoch", [True, False])
+def test_a_commit_between_the_batches_of_a_step_is_made_at_its_end(alone: None, sets_epoch: bool) -> None:
+    sampler = ElasticBatchSampler(20, global_batch=4)
+    trained = Trained(passes=2)
+    state = State(optimizer=trained.optimizer, sampler=sampler, number=0, epoch=0)
+    state.commit()
+    seen: list[int] = []
+
+    def train(until: int) -> None:
+        while state.epoch < 2:
+            if sets_epoch:
+                sampler.set_epoch(state.epoch)
+            for batch in sampler.track(loader_of(sampler)):
+                seen.extend(batch[0].tolist())
+                state.number += 1
+                trained.backward(batch)
+                if state.number == until:
+                    return
+                if state.number % 2 == 0:
+                    trained.step()
+            state.epoch += 1
+            state.commit()
+
+    def where() -> tuple[object, ...]:
+        return state.steps, state.number, state.epoch, sampler.position
+
+    train(until=6)
+    state.undo_step()  # as when a rank is lost in the second batch of the step
+    state.reset()
+    assert where() == (2, 4, 0, (0, 16))
+    del seen[16:]
+    train(until=8)
     state.restore()
-    assert sampler.position == (sampler.epoch, sampler.consumed) == (0, 16)
+    state.reset()
+    assert where() == (3, 6, 1, (1, 4))
+    del seen[24:]
+    train(until=0)
+    assert where() == (5, 10, 2, (2, 0))
+    assert sorted(seen) == sorted([*range(20)] * 2)
+
+
+def test_another_epoch_does_not_forget_batches_of_a_step_that_has_not_finished(alone: None) -> None:
+    sampler = ElasticBatchSampler(4, global_batch=4)
+    trained = Trained(passes=2)
+    state = State(optimizer=trained.optimizer, sampler=sampler)
+    for batch in sampler.track(loader_of(sampler)):
+        trained.backward(batch)
+    sampler.set_epoch(7)
+    assert (sampler.epoch, sampler.position) == (7, (0, 0))
+    state.undo_step()
+    assert sampler.epoch == 0
 
 
 def test_without_an_optimizer_a_batch_counts_when_the_next_is_asked_for(alone: None) -> None:
