@@ -12,7 +12,8 @@ import copy
 import io
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,6 +86,29 @@ def register_part(kind: type, make: MakePart) -> None:
     """Let objects of this type, and of types derived from it, become parts of a State. `make` is called with the object
     and the State."""
     _part_makers[kind] = make
+
+
+class _Run:
+    state: State | None = None
+
+
+_current_run = _Run()
+"""The ronde.elastic.run() that is under way in this process."""
+
+
+@contextmanager
+def running(state: State) -> Iterator[None]:
+    """A context for ronde.elastic.run()."""
+    _current_run.state = state
+    try:
+        yield
+    finally:
+        _current_run.state = None
+
+
+def running_state() -> State | None:
+    """Return the State of the ronde.elastic.run() that is under way; None if none is."""
+    return _current_run.state
 
 
 def register_common_part(name: str, make: Callable[[State], StatePart]) -> None:

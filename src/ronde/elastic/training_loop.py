@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar, overload
 
 from ronde.comm.world import current_world, is_initialized, leave, rejoin
-from ronde.elastic.state import RoundChange, State, count_progress
+from ronde.elastic.state import RoundChange, State, count_progress, running, running_state
 from ronde.errors import JobFinished, PeerLost, RoundEnded, StateLost
 from ronde.net.messages import LeaveReason
 from ronde.observe.events import RoundChanged
@@ -53,8 +53,15 @@ def run(train: Callable[..., Any], state: State | None = None, *args: Any, **kwa
     if not isinstance(state, State):
         raise TypeError(f"ronde.elastic.run() needs a ronde.elastic.State, got {type(state).__name__}")
     world = current_world("ronde.elastic.run()")
+    if running_state() is not None or world.control_thread.is_finished:
+        when = "inside of another run()" if running_state() is not None else "again in the same round"
+        raise ValueError(
+            f"ronde.elastic.run() was called {when}: a rank that joins later would begin with the first one. Call it "
+            "once, for a function that does all of the training and sees in the state where to go on"
+        )
     # In a job that cannot do without this rank, the launcher's SIGTERM means the end of all.
-    with TerminationSignal(is_handled=world.can_rejoin or world.size == 1) as termination:
+    is_handled = world.can_rejoin or world.size == 1
+    with running(state), TerminationSignal(is_handled=is_handled) as termination:
         return _run(functools.partial(train, state, *args, **kwargs), state, termination)
 
 

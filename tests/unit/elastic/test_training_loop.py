@@ -192,6 +192,25 @@ def test_a_candidate_joins_before_it_trains(world: World, monkeypatch: pytest.Mo
     assert part_of(state).calls == ["reset", "sync [0]"]
 
 
+def test_a_second_run_in_a_round_is_refused(world: World) -> None:
+    """A loss in it would be taken for the end of the job."""
+    assert ronde.elastic.run(Script("done"), State(weights=Weights())) == "done"
+    with pytest.raises(ValueError, match=r"called again in the same round.* Call it once"):
+        ronde.elastic.run(Script("done"), State(weights=Weights()))
+    ronde.shutdown()
+    ronde.init()
+    assert ronde.elastic.run(Script("done"), State(weights=Weights())) == "done"
+
+
+def test_a_run_inside_of_another_one_is_refused(world: World) -> None:
+    def train(state: State) -> None:
+        ronde.elastic.run(Script("done"), State(weights=Weights()))
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"called inside of another run\(\)"):
+            ronde.elastic.run(train, State(weights=Weights()))
+
+
 def test_it_needs_init_and_a_state() -> None:
     with pytest.raises(ronde.NotInitialized, match=r"ronde\.elastic\.run\(\) needs a running round"):
         ronde.elastic.run(Script("done"), State())
