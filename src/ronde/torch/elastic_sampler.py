@@ -21,7 +21,7 @@ import torch.utils.data
 
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized, resolve_group
-from ronde.elastic.state import State
+from ronde.elastic.state import State, running_state
 from ronde.torch.optimizer import count_steps_of
 from ronde.training.global_batches import GlobalBatches, SpeedShares, equal_shares
 from ronde.training.sample_sharding import SamplePosition, count_steps, epoch_order
@@ -152,9 +152,9 @@ class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):
         for the next one, if an optimizer has stepped since. Several batches that make one step count together. At the
         end the next epoch begins.
 
-        If the sampler is in an elastic State, this ends the State's steps, too. Leave the loop early and a new track()
-        goes on behind the last finished step. What sets the position, such as State.restore(), has to be followed by a
-        new track(), or ValueError is raised.
+        If the sampler is in an elastic State, this ends the State's steps, too; in ronde.elastic.run() it has to be in
+        that of the run. Leave the loop early and a new track() goes on behind the last finished step. What sets the
+        position, such as State.restore(), has to be followed by a new track(), or ValueError is raised.
         """
         batch_sampler = getattr(loader, "batch_sampler", self)
         if batch_sampler is not self and (
@@ -168,6 +168,12 @@ class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):
             raise ValueError(
                 "track(): a DataLoader with in_order=False returns batches in the order in which its workers finish, "
                 "so ranks would train on parts of different batches; leave in_order=True"
+            )
+        if running_state() not in (None, self._state):
+            where = "in no State" if self._state is None else "in another State than that of this run()"
+            raise ValueError(
+                f"track(): the sampler is {where}, so ranks would not agree on the position after a loss; make one "
+                "State(sampler=sampler, …). A validation loops over the loader itself, without track()"
             )
         self._end_finished_step()  # a loop may have been left behind its last step
         self._set_position(self._position, self._carried_from)

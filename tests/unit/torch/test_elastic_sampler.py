@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ronde
+import ronde.elastic
 from ronde.comm.world import World
 from ronde.elastic import State
 from ronde.torch import DistributedOptimizer, ElasticBatchSampler
@@ -328,6 +329,22 @@ def test_a_loop_whose_position_was_set_in_its_body_does_not_go_on(alone: None, h
             else:
                 iter(loader_of(sampler))
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize(("is_in_another", "told"), [(False, "in no State"), (True, "in another State than that of")])
+def test_in_a_run_only_a_sampler_of_its_state_is_tracked(alone: None, is_in_another: bool, told: str) -> None:
+    trained, sampler = Trained(), ElasticBatchSampler(12, global_batch=4)
+    state = State(optimizer=trained.optimizer, **({"sampler": sampler} if is_in_another else {}))
+    another = State(sampler=sampler) if is_in_another else None
+
+    def train(state: State) -> None:
+        with pytest.raises(ValueError, match=rf"track\(\): the sampler is {told}"):
+            next(sampler.track(loader_of(sampler)))
+        assert len(list(loader_of(sampler))) == 3, "a validation"
+
+    ronde.elastic.run(train, state)
+    del another
+    assert len(list(sampler.track(loader_of(sampler)))) == 3, "behind the run"
 
 
 @pytest.mark.parametrize(
