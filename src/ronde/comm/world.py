@@ -167,6 +167,12 @@ class World:
         return self._open_channels.error_for(range(self.topology.size)) is not None
 
     @property
+    def has_lost_peer(self) -> bool:
+        """Whether an operation of this round has ended because of a lost rank, also if the coordinator has not reported
+        the loss: the connection may be broken only between two ranks."""
+        return any(channel.has_lost_peer for channel in self._open_channels.channels)
+
+    @property
     def has_state(self) -> bool:
         """Whether others can get the state of training from this process: not before it has got it, if it has come to
         an elastic job under way."""

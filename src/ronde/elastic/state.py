@@ -80,6 +80,7 @@ MakePart = Callable[[Any, "State"], StatePart]
 
 _part_makers: dict[type, MakePart] = {}
 _common_part_makers: dict[str, Callable[[State], StatePart]] = {}
+_checks: list[Callable[[State], None]] = []
 
 
 def register_part(kind: type, make: MakePart) -> None:
@@ -114,6 +115,16 @@ def running_state() -> State | None:
 def register_common_part(name: str, make: Callable[[State], StatePart]) -> None:
     """Let every State that is made from now on have one more part, whatever objects it is given."""
     _common_part_makers[name] = make
+
+
+def register_check(check: Callable[[State], None]) -> None:
+    """Call this when ronde.elastic.run() begins. It raises ValueError if the State lacks what it must have."""
+    _checks.append(check)
+
+
+def check_before_run(state: State) -> None:
+    for check in _checks:
+        check(state)
 
 
 class ValuesPart(StatePart):

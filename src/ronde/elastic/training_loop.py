@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar, overload
 
 from ronde.comm.world import current_world, is_initialized, leave, rejoin
-from ronde.elastic.state import RoundChange, State, count_progress, running, running_state
+from ronde.elastic.state import RoundChange, State, check_before_run, count_progress, running, running_state
 from ronde.errors import JobFinished, PeerLost, RoundEnded, StateLost
 from ronde.net.messages import LeaveReason
 from ronde.observe.events import RoundChanged
@@ -59,6 +59,7 @@ def run(train: Callable[..., Any], state: State | None = None, *args: Any, **kwa
             f"ronde.elastic.run() was called {when}: a rank that joins later would begin with the first one. Call it "
             "once, for a function that does all of the training and sees in the state where to go on"
         )
+    check_before_run(state)
     # In a job that cannot do without this rank, the launcher's SIGTERM means the end of all.
     is_handled = world.can_rejoin or world.size == 1
     with running(state), TerminationSignal(is_handled=is_handled) as termination:
@@ -115,12 +116,13 @@ def _record_change(why: str, noticed_ns: int, joined_ns: int) -> None:
 
 def is_loss(error: Exception) -> bool:
     """Whether the error, or the one from which user code has raised it, says that this round has lost a rank or is
-    over. An operation in a group of an earlier round also ends with RoundEnded; another round would not mend that."""
+    over. An operation in a group of an earlier round also ends with RoundEnded, or with the PeerLost of that round;
+    another round would not mend that."""
     found = error if isinstance(error, RoundEnded) else error.__cause__
     if not isinstance(found, RoundEnded) or not is_initialized():
         return False
     world = current_world()
-    return world.can_rejoin and (isinstance(found, PeerLost) or world.is_over)
+    return world.can_rejoin and (world.is_over or world.has_lost_peer)
 
 
 def leave_preempted() -> NoReturn:

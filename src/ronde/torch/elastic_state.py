@@ -9,6 +9,7 @@ optimizer steps, so only commit() copies them.
 from __future__ import annotations
 
 import _random
+import gc
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ronde.comm import objects
 from ronde.comm.buffers import Array
 from ronde.comm.world import current_world
-from ronde.elastic.state import State, StatefulPart, StatePart, register_common_part, register_part
+from ronde.elastic.state import (
+    State,
+    StatefulPart,
+    StatePart,
+    register_check,
+    register_common_part,
+    register_part,
+)
 from ronde.torch.broadcast_state import (
     Skeleton,
     fill_skeleton,
@@ -35,7 +43,7 @@ from ronde.torch.broadcast_state import (
     sync_parameters,
 )
 from ronde.torch.elastic_sampler import ElasticBatchSampler
-from ronde.torch.optimizer import Distributed, OptimizerReducers
+from ronde.torch.optimizer import Distributed, OptimizerReducers, find_open_reducers
 from ronde.training.sample_sharding import SamplePosition
 
 # end_step() is called in every step, so it is written without loops and calls in Python where that is possible.
@@ -595,6 +603,23 @@ def _copy_option(value: Any) -> Any:  # of an optimizer; a learning rate may be 
     return _copy(value) if isinstance(value, Tensor) else value
 
 
+def _check_optimizers(state: State) -> None:
+    """Raise ValueError if a distributed optimizer over all ranks is not in the State: it could not go on in the next
+    round."""
+    held = [each._reducers for each in state._objects.values() if isinstance(each, Distributed)]
+    for attempt in range(2):
+        forgotten = [each for each in find_open_reducers(current_world().group) if each not in held]
+        if not forgotten:
+            return
+        if not attempt:
+            gc.collect()  # an optimizer that nobody uses may still exist
+    name = min(forgotten[0].names, default="")
+    raise ValueError(
+        f"ronde.elastic.run(): the DistributedOptimizer of parameter {name!r} is not in the State, and could not go on "
+        "after a loss; give it to State(optimizer=optimizer, …), or close() it if it is not used any more"
+    )
+
+
 _PARTS: dict[type, Callable[[Any, State], Any]] = {
     nn.Module: ModulePart,
     Optimizer: OptimizerPart,
@@ -606,3 +631,4 @@ _PARTS: dict[type, Callable[[Any, State], Any]] = {
 for kind, make in _PARTS.items():
     register_part(kind, make)
 register_common_part("random numbers", RandomNumbersPart)
+register_check(_check_optimizers)

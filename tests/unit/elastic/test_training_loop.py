@@ -15,19 +15,20 @@ import pytest
 import ronde
 from ronde.comm.world import World, current_world
 from ronde.elastic import RoundChange, State
-from ronde.elastic.training_loop import TerminationSignal
+from ronde.elastic.training_loop import TerminationSignal, is_loss
 from ronde.errors import JobFinished, LeftBehind, OperationTimeout, PeerLost, RoundEnded, StartFailed, StateLost
 from ronde.net.messages import LeaveReason
-from tests.unit.elastic.thread_states import Weights, part_of
+from tests.unit.elastic.thread_states import Weights, part_of, run_ranks
 
 LOST = PeerLost(rank=0, peer=1, why="killed by SIGKILL")
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A job of one that behaves as if it could go on after a loss."""
+    """A job of one that behaves as if it could go on after a loss, and as if one had happened in its round."""
     ronde.init()
     monkeypatch.setattr(World, "can_rejoin", True)
+    monkeypatch.setattr(World, "has_lost_peer", True)
     yield current_world()
     ronde.shutdown()
 
@@ -115,10 +116,32 @@ def test_other_errors_are_raised(error: BaseException, world: World, monkeypatch
     assert raised.value is error and rounds.num_joined == 0
 
 
-def test_an_operation_of_an_earlier_round_is_no_loss(world: World) -> None:
-    error = RoundEnded("channel 0.ordered is closed")
-    with pytest.raises(RoundEnded, match="channel 0"):
+@pytest.mark.parametrize("error", [RoundEnded("channel 0.ordered is closed"), LOST, wrapped(LOST)], ids=repr)
+def test_an_operation_of_an_earlier_round_is_no_loss(
+    error: Exception, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(World, "has_lost_peer", False)
+    rounds = Rounds(monkeypatch)
+    with pytest.raises(type(error)) as raised:
         ronde.elastic.run(Script(error), State(weights=Weights()))
+    assert raised.value is error and rounds.num_joined == 0
+
+
+def test_a_connection_that_broke_between_two_ranks_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator has not reported a loss: it can reach both."""
+    monkeypatch.setattr(World, "can_rejoin", True)
+
+    def body(world: World) -> tuple[bool, ...]:
+        if world.rank == 1:
+            return ()
+        before = is_loss(LOST)
+        for channel in world._open_channels.channels:
+            channel.rank_lost(PeerLost(rank=0, peer=1, why="its connection closed"))
+        with pytest.raises(PeerLost) as raised:
+            world.group.barrier()
+        return before, world.is_over, is_loss(raised.value)
+
+    assert run_ranks(monkeypatch, 2, body)[0] == (False, False, True)
 
 
 def test_a_round_that_was_left_by_shutdown_is_not_joined_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

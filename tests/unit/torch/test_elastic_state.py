@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
 import ronde
+import ronde.elastic
 from ronde.comm.world import World
 from ronde.elastic import State
 from ronde.torch import DistributedOptimizer, ElasticBatchSampler, ShardedSampler, elastic_state
@@ -512,3 +513,11 @@ def test_an_elastic_step_calls_no_more_python_functions_than_a_plain_one() -> No
 
     assert count_calls(sampler.track(sampler)) <= count_calls(iter(plain))
     assert state.steps == 10
+
+
+def test_a_run_without_one_of_the_distributed_optimizers_in_its_state_is_refused() -> None:
+    first, second = (DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 1).parameters())) for _ in range(2))
+    with pytest.raises(ValueError, match=r"'group0\.param0' is not in the State.* give it to State\("):
+        ronde.elastic.run(lambda state: None, State(first=first))
+    second.close()
+    assert ronde.elastic.run(lambda state: "done", State(first=first)) == "done"
