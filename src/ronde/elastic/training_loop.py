@@ -40,8 +40,9 @@ def run(train: Callable[..., Any], state: State | None = None, *args: Any, **kwa
     `sampler.track()` or State.end_step(). All ranks have to come to its end. None is returned on a rank that comes when
     the others have finished.
 
-    SIGTERM lets this rank leave after the step under way, and raises SystemExit(0); a second one ends the process at
-    once. Errors that no loss of a rank has caused are raised, also OperationTimeout.
+    SIGTERM lets this rank leave after the step under way, and raises SystemExit: with 0 in an elastic job of `ronde
+    run`, which goes on, else with 143. A second SIGTERM ends the process at once. Errors that no loss of a rank has
+    caused are raised, also OperationTimeout.
     """
     if state is None:
 
@@ -127,8 +128,16 @@ def is_loss(error: Exception) -> bool:
 
 def leave_preempted() -> NoReturn:
     """Leave the job in good order, at a step end, because this process was told to end: the others go on without it."""
+    exit_code = _exit_code_when_terminated()
     leave(LeaveReason.PREEMPTED, "it was told to end by SIGTERM")
-    raise SystemExit(0)
+    if exit_code:
+        logger.warning("told to end by SIGTERM, this rank leaves before the training is finished")
+    raise SystemExit(exit_code)
+
+
+def _exit_code_when_terminated() -> int:
+    """The launcher of an elastic job knows that a rank may leave. Anybody else takes 0 for the end of the training."""
+    return 0 if is_initialized() and current_world().settings.elastic else 128 + signal.SIGTERM
 
 
 class TerminationSignal:
@@ -141,6 +150,7 @@ class TerminationSignal:
         self._pid = os.getpid()
         self._is_handled = is_handled
         self._ends_at_once = False
+        self._exit_code = _exit_code_when_terminated()
         self._former: Any = None  # as signal.getsignal() has it
 
     def __enter__(self) -> TerminationSignal:
@@ -160,7 +170,7 @@ class TerminationSignal:
         self._ends_at_once = True
         try:
             if self.has_come:  # since it was looked at
-                raise SystemExit(0)
+                raise SystemExit(self._exit_code)
             yield
         finally:
             self._ends_at_once = False
@@ -171,6 +181,6 @@ class TerminationSignal:
             os.kill(os.getpid(), number)
         self.has_come = True
         if self._ends_at_once:
-            raise SystemExit(0)
+            raise SystemExit(self._exit_code)
         if is_initialized():
             current_world().change_wanted = True

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import ronde
 from ronde.comm.world import World, current_world
@@ -29,7 +30,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     ronde.init()
     monkeypatch.setattr(World, "can_rejoin", True)
     monkeypatch.setattr(World, "has_lost_peer", True)
-    yield current_world()
+    world = current_world()
+    world.settings = replace(world.settings, elastic=True)
+    yield world
     ronde.shutdown()
 
 
@@ -289,6 +292,27 @@ def test_sigterm_lets_the_rank_leave_after_the_step(world: World, handler: list[
     assert (raised.value.code, steps, left) == (0, ["goes on"], [LeaveReason.PREEMPTED])
     terminate()
     assert handler == [signal.SIGTERM], "the user's handler is there again"
+
+
+def test_sigterm_in_a_job_without_ronde_run_is_no_success(
+    world: World, left: list[LeaveReason], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would start another rank, and what has started this one would take the training for finished."""
+    world.settings = replace(world.settings, elastic=False)
+
+    def train(state: State) -> None:
+        terminate()
+        state.end_step()
+
+    with pytest.raises(SystemExit) as raised:
+        ronde.elastic.run(train, State(weights=Weights()))
+    assert (raised.value.code, left) == (143, [LeaveReason.PREEMPTED])
+    assert "leaves before the training is finished" in caplog.text
+    ronde.init()
+    Rounds(monkeypatch, terminate)
+    with pytest.raises(SystemExit) as raised:
+        ronde.elastic.run(Script(LOST), State(weights=Weights()))
+    assert raised.value.code == 143
 
 
 def test_sigterm_before_a_loss_lets_the_rank_leave_at_the_loss(world: World, left: list[LeaveReason]) -> None:
