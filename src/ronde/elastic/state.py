@@ -458,7 +458,17 @@ def _copy_values(values: dict[str, Any]) -> dict[str, Any]:
         return dict(values)
     try:
         return copy.deepcopy(values)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:  # PyTorch raises the latter
+        name = next((name for name, value in values.items() if not _can_be_copied(value)), "")
         raise TypeError(
-            f"a plain value of the state cannot be copied ({error}); keep it outside of the state"
+            f"the value {name!r} of the state cannot be copied ({error}); keep it outside of the state, or assign what "
+            "can be copied, such as loss.item()"
         ) from None
+
+
+def _can_be_copied(value: object) -> bool:
+    try:
+        copy.deepcopy(value)
+    except (TypeError, RuntimeError):
+        return False
+    return True

@@ -51,8 +51,8 @@ def test_an_object_of_a_framework_without_its_binding_is_refused() -> None:
 
 
 def test_a_value_that_cannot_be_copied_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"a plain value of the state cannot be copied .*lock"):
-        State(lock=threading.Lock())
+    with pytest.raises(TypeError, match=r"the value 'mutex' of the state cannot be copied .*lock"):
+        State(epoch=[0], mutex=threading.Lock())
 
 
 # --- steps and commits ---------------------------------------------------------------------------------------------

@@ -273,6 +273,13 @@ def test_frozen_parameters_are_not_copied_in_every_step(monkeypatch: pytest.Monk
     state.end_step()
 
 
+def test_a_value_with_a_graph_is_refused_by_its_name() -> None:
+    state = State(best=torch.zeros(1))
+    state.loss = nn.Linear(2, 1)(torch.ones(2)).sum()
+    with pytest.raises(TypeError, match=r"the value 'loss' of the state cannot be copied .*loss\.item\(\)"):
+        state.end_step()
+
+
 def test_state_that_an_optimizer_has_got_since_a_commit_is_dropped() -> None:
     training = Training()
     training.state.commit()
