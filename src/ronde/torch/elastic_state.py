@@ -274,6 +274,8 @@ class OptimizerPart(StatePart):
         """Whose num_steps counts the optimizer's steps."""
         if isinstance(optimizer, Distributed) and optimizer._reducers is not None:
             self._counter = optimizer._reducers
+            # What makes parameters equal on all ranks, for the error that is raised if they are not.
+            optimizer._reducers.broadcast_call = "ronde.elastic.State(model=model, …) with the whole model"
         else:
             self._counter = _StepCounter()
             optimizer.register_step_post_hook(self._counter.after_step)

@@ -21,6 +21,7 @@ import ronde
 import ronde.elastic
 from ronde.comm.world import World
 from ronde.elastic import State
+from ronde.errors import OutOfSync
 from ronde.torch import DistributedOptimizer, ElasticBatchSampler, ShardedSampler, elastic_state
 from ronde.torch.broadcast_state import assign_givers
 from tests.unit.elastic.thread_states import run_ranks
@@ -520,6 +521,23 @@ def test_an_elastic_step_calls_no_more_python_functions_than_a_plain_one() -> No
 
     assert count_calls(sampler.track(sampler)) <= count_calls(iter(plain))
     assert state.steps == 10
+
+
+def test_a_model_that_was_forgotten_in_the_state_is_named_when_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(world: World) -> str:
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, world.rank)
+        nn.init.zeros_(model.bias)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        State(optimizer=optimizer).sync()
+        loss: Any = model(torch.ones(1, 2)).sum()
+        with pytest.raises(OutOfSync) as raised:
+            loss.backward()
+        optimizer.close()
+        return str(raised.value)
+
+    for told in run_ranks(monkeypatch, 2, body):
+        assert "Call ronde.elastic.State(model=model, …) with the whole model before the first step" in told
 
 
 def test_a_run_without_one_of_the_distributed_optimizers_in_its_state_is_refused() -> None:
