@@ -174,17 +174,17 @@ class _UnoptimizedParameters:
         self._addresses = list(map(Tensor.data_ptr, self.parameters))
         # To ask a GPU for a number would wait for it.
         self._first_numbers = [
-            each.as_strided((1,), (1,), each.storage_offset())
+            each.as_strided((1,), (1,), each.storage_offset()).view(torch.uint8)
             for each in self._memory
             if each.device.type == "cpu" and each.layout is torch.strided and each.numel()
         ]
-        self._first_values = list(map(Tensor.item, self._first_numbers))
+        self._first_values = torch.cat(self._first_numbers) if self._first_numbers else None
 
     def _have_changed(self) -> bool:
         return (
             list(map(_get_version, self.parameters)) != self._versions
             or list(map(Tensor.data_ptr, self.parameters)) != self._addresses
-            or list(map(Tensor.item, self._first_numbers)) != self._first_values
+            or (self._first_values is not None and not torch.equal(torch.cat(self._first_numbers), self._first_values))
         )
 
 
