@@ -68,6 +68,8 @@ class Channel:
         self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
         self._running_calls: deque[RunningCall] = deque()
         self._closed = False
+        self.has_lost_peer = False
+        """Whether an operation has ended with PeerLost."""
         self._sequence_epoch = 0
         self._next_sequence = itertools.count().__next__
         self._blocked_intervals = BlockedIntervals()
@@ -233,6 +235,7 @@ class Channel:
             self._allreduce_cache.close()
 
     def record_failure(self, op: str, error: BaseException) -> None:
+        self.has_lost_peer = self.has_lost_peer or isinstance(error, PeerLost)
         rank = self._recorder.rank
         event = OperationFailed(at_ns=time.monotonic_ns(), rank=rank, op=op, group=self.group, why=str(error))
         self._recorder.record_event(event)

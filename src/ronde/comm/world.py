@@ -8,15 +8,17 @@ it by that of the next round.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from ronde.comm.control_thread import ControlThread, JoinedRound
@@ -165,6 +167,12 @@ class World:
     def is_over(self) -> bool:
         """Whether a rank is lost, or the round has ended."""
         return self._open_channels.error_for(range(self.topology.size)) is not None
+
+    @property
+    def has_lost_peer(self) -> bool:
+        """Whether an operation of this round has ended because of a lost rank, also if the coordinator has not reported
+        the loss: the connection may be broken only between two ranks."""
+        return any(channel.has_lost_peer for channel in self._open_channels.channels)
 
     @property
     def has_state(self) -> bool:
@@ -335,6 +343,7 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
     if not _state.leaves_at_exit:
         _state.leaves_at_exit = True
         atexit.register(_leave_at_exit)
+        sys.excepthook = functools.partial(_leave_after_error, sys.excepthook)
 
 
 def rejoin(*, progress: int = -1) -> World:
@@ -470,11 +479,29 @@ def _leave_at_exit() -> None:
     if world is None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        _close_at_end(world, LeaveReason.SCRIPT_ENDED, "exited without shutdown")
+    else:
+        _close_at_end(world, LeaveReason.FAILED, _describe_error(error), error)
+
+
+def _leave_after_error(
+    former_hook: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    """In place of sys.excepthook: leave the round when an exception has ended the script, because the process may live
+    on until its last thread ends, and the others would wait for it. rank() and size() still answer."""
+    former_hook(kind, error, traceback)
+    is_interactive = hasattr(sys, "ps1")  # then nothing has ended
+    if _state.world is not None and not is_interactive:
+        _close_at_end(_state.world, LeaveReason.FAILED, _describe_error(error), error)
+
+
+def _close_at_end(world: World, reason: LeaveReason, why: str, error: BaseException | None = None) -> None:
     try:
-        if error is None:
-            world.close(LeaveReason.SCRIPT_ENDED, "exited without shutdown")
-        else:
-            world.close(LeaveReason.FAILED, _describe_error(error), error=error)
+        world.close(reason, why, error=error)
     except Exception:  # the process ends in any case
         logger.exception("leaving the round failed")
 

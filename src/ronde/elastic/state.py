@@ -12,7 +12,8 @@ import copy
 import io
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,6 +57,16 @@ class StatePart(Protocol):
         applied gradients. Called in every step."""
         return False
 
+    def is_in_step(self) -> bool:
+        """Return whether a step was begun since the last step end, and nothing can be committed before its end: batches
+        were handed out. Called by State.commit()."""
+        return False
+
+    def describe(self) -> str:
+        """Return, in words, what has to be equal on all ranks and that sync() does not make equal. Called when a round
+        begins; ranks that differ are a Mismatch."""
+        return ""
+
     def reset(self) -> None:
         """A new round has begun: drop what is tied to the old one. Called before sync()."""
         return None
@@ -69,6 +80,7 @@ MakePart = Callable[[Any, "State"], StatePart]
 
 _part_makers: dict[type, MakePart] = {}
 _common_part_makers: dict[str, Callable[[State], StatePart]] = {}
+_checks: list[Callable[[State], None]] = []
 
 
 def register_part(kind: type, make: MakePart) -> None:
@@ -77,9 +89,42 @@ def register_part(kind: type, make: MakePart) -> None:
     _part_makers[kind] = make
 
 
+class _Run:
+    state: State | None = None
+
+
+_current_run = _Run()
+"""The ronde.elastic.run() that is under way in this process."""
+
+
+@contextmanager
+def running(state: State) -> Iterator[None]:
+    """A context for ronde.elastic.run()."""
+    _current_run.state = state
+    try:
+        yield
+    finally:
+        _current_run.state = None
+
+
+def running_state() -> State | None:
+    """Return the State of the ronde.elastic.run() that is under way; None if none is."""
+    return _current_run.state
+
+
 def register_common_part(name: str, make: Callable[[State], StatePart]) -> None:
     """Let every State that is made from now on have one more part, whatever objects it is given."""
     _common_part_makers[name] = make
+
+
+def register_check(check: Callable[[State], None]) -> None:
+    """Call this when ronde.elastic.run() begins. It raises ValueError if the State lacks what it must have."""
+    _checks.append(check)
+
+
+def check_before_run(state: State) -> None:
+    for check in _checks:
+        check(state)
 
 
 class ValuesPart(StatePart):
@@ -165,6 +210,8 @@ class State:
         self._committed: dict[str, Any] | None = None
         """By the name of a part, the copy that its commit() returned; None before the first commit."""
         self._committed_position = Position()
+        self._commit_is_due = False
+        """Whether commit() was called in the middle of the step under way."""
         self._reset_callbacks: list[Callable[[], object]] = []
         values: dict[str, Any] = {}
         for name, value in named.items():
@@ -236,14 +283,19 @@ class State:
     def commit(self) -> None:
         """Keep a copy of everything in memory, for restore() and for the loss of all ranks that have finished a step.
         All ranks call it at the same point, and leave the round there if ranks come or go. In the body of a loop it is
-        the last call: it ends the step.
+        the last call: it ends the step. If batches of a step were handed out and no optimizer has stepped, as when
+        gradients of the last batch of an epoch are accumulated, the copy is made at the end of that step.
 
         If the copy fails, as when memory is full, the commit before stays."""
         world = current_world("State.commit()")
         if self.has_stepped():
             if world.is_candidate:
                 raise refused_to_candidate("State.commit()")
+            self._commit_is_due = False  # it follows
             self._end_step()
+        elif any(part.is_in_step() for part in self._parts.values()):
+            self._commit_is_due = True
+            return
         self._keep_commit(Position(self._steps, self._commits + 1))
         self._keep_step_end()
         self._steps, self._commits = self._committed_position
@@ -257,6 +309,7 @@ class State:
             part.restore(self._committed[name])
         self._steps, self._commits = self._committed_position  # first: parts may look at it
         self._is_at_step_end = True
+        self._commit_is_due = False
         self._keep_step_end()
 
     def sync(self) -> None:
@@ -278,6 +331,7 @@ class State:
                 raise
         self._steps, self._commits = givers.position
         self._is_at_step_end = self._is_survivor = True
+        self._commit_is_due = False
         self._keep_step_end()
         self._keep_commit(self._position)
         world.has_state = True
@@ -301,6 +355,9 @@ class State:
     def _end_step(self) -> None:
         vars(self)["_steps"] += 1  # first: parts may look at it; without __setattr__, which costs a call
         self._keep_step_end()
+        if self._commit_is_due:
+            self._commit_is_due = False
+            self._keep_commit(self._position)
 
     def _keep_step_end(self) -> None:
         for end_step in self._end_step_calls:
@@ -327,17 +384,15 @@ class State:
             raise RoundChange
 
     def _gather_progress(self, world: World) -> list[Progress]:
-        """The progress of all ranks. Mismatch if their states have different names or types."""
-        names = "\n".join(f"{name} {type(part).__name__}" for name, part in self._parts.items())
+        """The progress of all ranks. Mismatch if their states have different names, types or settings."""
+        settings = {name: part.describe() for name, part in self._parts.items()}
+        parts = "\n".join(f"{name} {type(part).__name__} {settings[name]}" for name, part in self._parts.items())
         own = (*self._position, self._is_at_step_end, *self._committed_position, self._is_survivor)
-        row = np.array([[zlib.crc32(names.encode()), *own]], np.int64)
+        row = np.array([[zlib.crc32(parts.encode()), *own]], np.int64)
         rows = world.group.allgather(row).tolist()
         if len({fingerprint for fingerprint, *_ in rows}) > 1:
-            held = objects.allgather([*self._objects], group=world.group)
-            answers = {rank: ", ".join(each) or "plain values only" for rank, each in enumerate(held)}
-            raise Mismatch(
-                f"ranks have states of different objects: {format_rank_answers(answers)}; give State() the same on all"
-            )
+            held = objects.allgather({name: settings[name] for name in self._objects}, group=world.group)
+            raise Mismatch(_describe_difference(held))
         return [
             Progress(Position(steps, commits), bool(at_end), Position(*committed), bool(survives))
             for _, steps, commits, at_end, *committed, survives in rows
@@ -346,6 +401,18 @@ class State:
     def _check_name(self, name: str) -> None:
         if name.startswith("_") or hasattr(type(self), name):
             raise AttributeError(f"{name!r} cannot be a name in a state: State has it, or it begins with an underscore")
+
+
+def _describe_difference(held: Sequence[dict[str, str]]) -> str:
+    """Say how the states of ranks differ: in their objects, or in the settings of the first one that does. `held` has
+    the settings by name, for each rank."""
+    if all(each.keys() == held[0].keys() for each in held):
+        for name in held[0]:
+            if any(each[name] != held[0][name] for each in held):
+                answers = format_rank_answers({rank: each[name] for rank, each in enumerate(held)})
+                return f"{name} of the state differs between ranks: {answers}; make it with the same settings on all"
+    answers = format_rank_answers({rank: ", ".join(each) or "plain values only" for rank, each in enumerate(held)})
+    return f"ranks have states of different objects: {answers}; give State() the same on all"
 
 
 def count_progress(state: State) -> int:
@@ -391,7 +458,17 @@ def _copy_values(values: dict[str, Any]) -> dict[str, Any]:
         return dict(values)
     try:
         return copy.deepcopy(values)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:  # PyTorch raises the latter
+        name = next((name for name, value in values.items() if not _can_be_copied(value)), "")
         raise TypeError(
-            f"a plain value of the state cannot be copied ({error}); keep it outside of the state"
+            f"the value {name!r} of the state cannot be copied ({error}); keep it outside of the state, or assign what "
+            "can be copied, such as loss.item()"
         ) from None
+
+
+def _can_be_copied(value: object) -> bool:
+    try:
+        copy.deepcopy(value)
+    except (TypeError, RuntimeError):
+        return False
+    return True

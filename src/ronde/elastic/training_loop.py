@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar, overload
 
 from ronde.comm.world import current_world, is_initialized, leave, rejoin
-from ronde.elastic.state import RoundChange, State, count_progress
+from ronde.elastic.state import RoundChange, State, check_before_run, count_progress, running, running_state
 from ronde.errors import JobFinished, PeerLost, RoundEnded, StateLost
 from ronde.net.messages import LeaveReason
 from ronde.observe.events import RoundChanged
@@ -40,8 +40,9 @@ def run(train: Callable[..., Any], state: State | None = None, *args: Any, **kwa
     `sampler.track()` or State.end_step(). All ranks have to come to its end. None is returned on a rank that comes when
     the others have finished.
 
-    SIGTERM lets this rank leave after the step under way, and raises SystemExit(0); a second one ends the process at
-    once. Errors that no loss of a rank has caused are raised, also OperationTimeout.
+    SIGTERM lets this rank leave after the step under way, and raises SystemExit: with 0 in an elastic job of `ronde
+    run`, which goes on, else with 143. A second SIGTERM ends the process at once. Errors that no loss of a rank has
+    caused are raised, also OperationTimeout.
     """
     if state is None:
 
@@ -53,8 +54,16 @@ def run(train: Callable[..., Any], state: State | None = None, *args: Any, **kwa
     if not isinstance(state, State):
         raise TypeError(f"ronde.elastic.run() needs a ronde.elastic.State, got {type(state).__name__}")
     world = current_world("ronde.elastic.run()")
+    if running_state() is not None or world.control_thread.is_finished:
+        when = "inside of another run()" if running_state() is not None else "again in the same round"
+        raise ValueError(
+            f"ronde.elastic.run() was called {when}: a rank that joins later would begin with the first one. Call it "
+            "once, for a function that does all of the training and sees in the state where to go on"
+        )
+    check_before_run(state)
     # In a job that cannot do without this rank, the launcher's SIGTERM means the end of all.
-    with TerminationSignal(is_handled=world.can_rejoin or world.size == 1) as termination:
+    is_handled = world.can_rejoin or world.size == 1
+    with running(state), TerminationSignal(is_handled=is_handled) as termination:
         return _run(functools.partial(train, state, *args, **kwargs), state, termination)
 
 
@@ -127,19 +136,28 @@ def find_original(error: Exception) -> Exception:
 
 def is_loss(error: Exception) -> bool:
     """Whether the error, or the one from which user code has raised it, says that this round has lost a rank or is
-    over. An operation in a group of an earlier round also ends with RoundEnded; another round would not mend that."""
+    over. An operation in a group of an earlier round also ends with RoundEnded, or with the PeerLost of that round;
+    another round would not mend that."""
     error = find_original(error)
     found = error if isinstance(error, RoundEnded) else error.__cause__
     if not isinstance(found, RoundEnded) or not is_initialized():
         return False
     world = current_world()
-    return world.can_rejoin and (isinstance(found, PeerLost) or world.is_over)
+    return world.can_rejoin and (world.is_over or world.has_lost_peer)
 
 
 def leave_preempted() -> NoReturn:
     """Leave the job in good order, at a step end, because this process was told to end: the others go on without it."""
+    exit_code = _exit_code_when_terminated()
     leave(LeaveReason.PREEMPTED, "it was told to end by SIGTERM")
-    raise SystemExit(0)
+    if exit_code:
+        logger.warning("told to end by SIGTERM, this rank leaves before the training is finished")
+    raise SystemExit(exit_code)
+
+
+def _exit_code_when_terminated() -> int:
+    """The launcher of an elastic job knows that a rank may leave. Anybody else takes 0 for the end of the training."""
+    return 0 if is_initialized() and current_world().settings.elastic else 128 + signal.SIGTERM
 
 
 class TerminationSignal:
@@ -152,6 +170,7 @@ class TerminationSignal:
         self._pid = os.getpid()
         self._is_handled = is_handled
         self._ends_at_once = False
+        self._exit_code = _exit_code_when_terminated()
         self._former: Any = None  # as signal.getsignal() has it
 
     def __enter__(self) -> TerminationSignal:
@@ -171,7 +190,7 @@ class TerminationSignal:
         self._ends_at_once = True
         try:
             if self.has_come:  # since it was looked at
-                raise SystemExit(0)
+                raise SystemExit(self._exit_code)
             yield
         finally:
             self._ends_at_once = False
@@ -182,6 +201,6 @@ class TerminationSignal:
             os.kill(os.getpid(), number)
         self.has_come = True
         if self._ends_at_once:
-            raise SystemExit(0)
+            raise SystemExit(self._exit_code)
         if is_initialized():
             current_world().change_wanted = True

@@ -21,7 +21,7 @@ import torch.utils.data
 
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized, resolve_group
-from ronde.elastic.state import State
+from ronde.elastic.state import State, running_state
 from ronde.torch.optimizer import count_steps_of
 from ronde.training.global_batches import GlobalBatches, SpeedShares, equal_shares
 from ronde.training.sample_sharding import SamplePosition, count_steps, epoch_order
@@ -113,7 +113,7 @@ class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. It does nothing for the current epoch, so a resumed one continues."""
         if epoch != self.epoch:
-            self.go_to(SamplePosition(epoch))
+            self._set_position(SamplePosition(epoch), self._carried_from)
         self._finished_from = None
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -152,9 +152,9 @@ class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):
         for the next one, if an optimizer has stepped since. Several batches that make one step count together. At the
         end the next epoch begins.
 
-        If the sampler is in an elastic State, this ends the State's steps, too. Leave the loop early and a new track()
-        goes on behind the last finished step. What sets the position, such as State.restore(), has to be followed by a
-        new track(), or ValueError is raised.
+        If the sampler is in an elastic State, this ends the State's steps, too; in ronde.elastic.run() it has to be in
+        that of the run. Leave the loop early and a new track() goes on behind the last finished step. What sets the
+        position, such as State.restore(), has to be followed by a new track(), or ValueError is raised.
         """
         batch_sampler = getattr(loader, "batch_sampler", self)
         if batch_sampler is not self and (
@@ -163,6 +163,17 @@ class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):
             raise ValueError(
                 "track(): this loader does not draw from this sampler; make it with "
                 "DataLoader(dataset, batch_sampler=sampler)"
+            )
+        if not getattr(loader, "in_order", True):
+            raise ValueError(
+                "track(): a DataLoader with in_order=False returns batches in the order in which its workers finish, "
+                "so ranks would train on parts of different batches; leave in_order=True"
+            )
+        if running_state() not in (None, self._state):
+            where = "in no State" if self._state is None else "in another State than that of this run()"
+            raise ValueError(
+                f"track(): the sampler is {where}, so ranks would not agree on the position after a loss; make one "
+                "State(sampler=sampler, …). A validation loops over the loader itself, without track()"
             )
         self._end_finished_step()  # a loop may have been left behind its last step
         self._set_position(self._position, self._carried_from)
@@ -212,10 +223,22 @@ class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):
         # From now on the steps of this State decide which batches count.
         self._state = state
 
+    def describe(self) -> str:
+        # The settings, which have to be the same on all ranks.
+        batch = f"global_batch={self._global_batch}" if self._global_batch else f"per_rank_batch={self._per_rank_batch}"
+        order = ", ".join(f"{name}={value}" for name, value in self._order_settings().items())
+        shares = "speed" if self._follows_speed else "equal"
+        return f"{order}, {batch}, ends={self.ends!r}, shares={shares!r}"
+
     @property
     def position(self) -> SamplePosition:
         # Behind the batches that have been counted.
         return self._carried_from or self._position
+
+    @property
+    def is_in_step(self) -> bool:
+        # Whether batches were handed out and have not been counted.
+        return self._num_pending > 0 or self._carried_from is not None
 
     def go_to(self, position: SamplePosition) -> None:
         # Batches that were handed out and not counted are forgotten.

@@ -9,10 +9,11 @@ optimizer steps, so only commit() copies them.
 from __future__ import annotations
 
 import _random
+import gc
 import random
 import sys
-from collections.abc import Callable, Sequence
-from operator import is_
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,7 +26,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ronde.comm import objects
 from ronde.comm.buffers import Array
 from ronde.comm.world import current_world
-from ronde.elastic.state import State, StatefulPart, StatePart, register_common_part, register_part
+from ronde.elastic.state import (
+    State,
+    StatefulPart,
+    StatePart,
+    register_check,
+    register_common_part,
+    register_part,
+)
 from ronde.torch.broadcast_state import (
     Skeleton,
     fill_skeleton,
@@ -35,7 +43,7 @@ from ronde.torch.broadcast_state import (
     sync_parameters,
 )
 from ronde.torch.elastic_sampler import ElasticBatchSampler
-from ronde.torch.optimizer import Distributed, OptimizerReducers
+from ronde.torch.optimizer import Distributed, OptimizerReducers, find_open_reducers
 from ronde.training.sample_sharding import SamplePosition
 
 # end_step() is called in every step, so it is written without loops and calls in Python where that is possible.
@@ -45,86 +53,211 @@ _BufferPlace: TypeAlias = tuple[dict[str, Any], str]
 
 
 class ModulePart(StatePart):
-    """A model: its parameters and buffers. Parameters change when an optimizer steps, which cannot be undone. But those
-    of a model without an optimizer in the State, such as an average of weights, change in any other way and are kept at
-    every step end."""
+    """A model: its parameters and buffers. Parameters that an optimizer of the State has change when it steps, which
+    cannot be undone. Others, such as those of a momentum encoder or of an average of weights, change in any other way,
+    so they are kept at a step end."""
 
     def __init__(self, module: nn.Module, state: State) -> None:
         self._module = module
         self._state = state
-        self._unoptimized: list[Tensor] | None = None
-        """The parameters that are kept. Found out at the first step end, when the State is complete."""
-        self._kept_parameters: list[Tensor] = []
-        self._buffer_places: list[_BufferPlace] = []
-        self._buffer_homes: Sequence[dict[str, Any]] = ()
-        self._buffer_names: Sequence[str] = ()
-        self._buffers: list[Tensor] = []
-        """What was there at the last step end. Kept alive, so that no other tensor gets the identity of one of them."""
-        self._kept_buffers: list[Tensor] = []
+        self._unoptimized: _UnoptimizedParameters | None = None
+        """Found out at the first step end, when the State is complete."""
+        self._kept_buffers = _copy_buffers(module)
         self._keep_new_buffers()
 
     def commit(self) -> _ModuleCopy:
         parameters: list[Tensor] = list(self._module.parameters())
-        places = self._find_buffers()
-        return _ModuleCopy(
-            parameters, [_copy(each) for each in parameters], places, [_copy(home[name]) for home, name in places]
-        )
+        shared = {} if self._unoptimized is None else self._unoptimized.share_copies()
+        values = [shared[id(each)] if id(each) in shared else _copy(each) for each in parameters]
+        return _ModuleCopy(parameters, values, _copy_buffers(self._module))
 
     def restore(self, committed: _ModuleCopy) -> None:
         _copy_tensors(committed.parameters, committed.values)
-        _put_back_buffers(committed.buffer_places, committed.buffers)
+        _put_back_buffers(committed.buffers)
 
     def end_step(self) -> None:
         if self._unoptimized is None:
-            self._unoptimized = self._find_unoptimized()
-            self._kept_parameters = list(map(_copy, self._unoptimized))
-        elif self._unoptimized:
-            _copy_tensors(self._kept_parameters, self._unoptimized)
-        buffers = self._buffers
-        if not buffers:
-            return
-        if all(map(is_, map(dict.get, self._buffer_homes, self._buffer_names), buffers)):
-            _copy_tensors(self._kept_buffers, buffers)
+            self._unoptimized = _UnoptimizedParameters(self._find_unoptimized())
+        elif self._unoptimized.parameters:
+            self._unoptimized.keep()
+        num_places = sum(map(len, self._kept_buffers.homes))
+        if num_places == self._num_places and all(
+            map(is_, map(dict.get, self._buffer_homes, self._buffer_names), self._buffers)
+        ):
+            if self._buffer_tensors:
+                _copy_tensors(self._kept_buffer_tensors, self._buffer_tensors)
         else:
+            self._kept_buffers = _copy_buffers(self._module)
             self._keep_new_buffers()
 
     def undo_step(self) -> None:
-        _copy_tensors(self._unoptimized or [], self._kept_parameters)
-        _put_back_buffers(self._buffer_places, self._kept_buffers)
+        if self._unoptimized is not None:
+            self._unoptimized.undo()
+        _put_back_buffers(self._kept_buffers)
 
     def sync(self, givers: Sequence[int]) -> None:
+        described = objects.broadcast(_describe_buffers(self._module), givers[0])
+        if current_world().rank not in givers:
+            _fit_buffers(self._module, described)
         sync_parameters(self._module, givers, current_world().group)
+        if self._unoptimized is not None:
+            self._unoptimized.expect_change()
 
     def _find_unoptimized(self) -> list[Tensor]:
-        parameters: list[Tensor] = list(self._module.parameters())
         optimizers = (each for each in self._state._objects.values() if isinstance(each, Optimizer))
         optimized = {
             id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
         }
-        return [] if any(id(each) in optimized for each in parameters) else parameters
+        # Tensors of inference mode, and classes of tensors such as quantized ones, are not written to.
+        return [
+            each
+            for each in self._module.parameters()
+            if id(each) not in optimized and type(each.data) is Tensor and not each.is_inference()
+        ]
 
     def _keep_new_buffers(self) -> None:
-        self._buffer_places = self._find_buffers()
-        self._buffer_homes, self._buffer_names = (
-            zip(*self._buffer_places, strict=True) if self._buffer_places else ((), ())
-        )
-        self._buffers = [home[name] for home, name in self._buffer_places]
-        self._kept_buffers = list(map(_copy, self._buffers))
+        """Prepare what end_step() compares and copies, from _kept_buffers."""
+        places, copies = self._kept_buffers.places, self._kept_buffers.copies
+        self._num_places = sum(map(len, self._kept_buffers.homes))
+        self._buffer_homes: Sequence[dict[str, Any]] = [home for home, _ in places]
+        self._buffer_names: Sequence[str] = [name for _, name in places]
+        # What was there at the last step end. Kept alive, so that no other tensor gets the identity of one of them.
+        self._buffers: list[Tensor | None] = [home[name] for home, name in places]
+        self._buffer_tensors = [each for each in self._buffers if each is not None]
+        self._kept_buffer_tensors = [each for each in copies if each is not None]
 
-    def _find_buffers(self) -> list[_BufferPlace]:
-        found: dict[int, _BufferPlace] = {}
-        for module in self._module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    found.setdefault(id(buffer), (module._buffers, name))
-        return list(found.values())
+
+class _UnoptimizedParameters:
+    """The parameters of a model that no optimizer of the State has, with copies of the last step end. They may be
+    frozen, and large, so they are copied again only if they have changed.
+
+    A change is seen by the version that PyTorch counts, by another address of the numbers, as `p.data = …` gives it, or
+    by the first number of a parameter, for `p.data.mul_(…)`, which neither of them tells.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self._copies = list(map(_copy, parameters))
+        self._is_shared = False  # with a commit, which must not change
+        self._versions: list[int] = []
+        self._watch()
+
+    def keep(self) -> None:
+        """Copy the parameters if they have changed since they were copied."""
+        if not self._have_changed():
+            return
+        if self._is_shared:
+            self._copies, self._is_shared = list(map(_copy, self.parameters)), False
+        else:
+            _copy_tensors(self._copies, self.parameters)
+        self._watch()
+
+    def undo(self) -> None:
+        _copy_tensors(self.parameters, self._copies)
+        self._watch()
+
+    def share_copies(self) -> dict[int, Tensor]:
+        """The copies by the identity of parameters, for a commit; none if the parameters have changed."""
+        if self._have_changed():
+            return {}
+        self._is_shared = True
+        return {id(parameter): copied for parameter, copied in zip(self.parameters, self._copies, strict=True)}
+
+    def expect_change(self) -> None:
+        """Others have written to the memory of the parameters."""
+        self._versions = []
+
+    def _watch(self) -> None:
+        # Kept alive, so that no other memory gets the address.
+        self._memory = [each.detach() for each in self.parameters]
+        self._versions = list(map(_get_version, self.parameters))
+        self._addresses = list(map(Tensor.data_ptr, self.parameters))
+        # To ask a GPU for a number would wait for it.
+        self._first_numbers = [
+            each.as_strided((1,), (1,), each.storage_offset()).view(torch.uint8)
+            for each in self._memory
+            if each.device.type == "cpu" and each.layout is torch.strided and each.numel()
+        ]
+        self._first_values = torch.cat(self._first_numbers) if self._first_numbers else None
+
+    def _have_changed(self) -> bool:
+        return (
+            list(map(_get_version, self.parameters)) != self._versions
+            or list(map(Tensor.data_ptr, self.parameters)) != self._addresses
+            or (self._first_values is not None and not torch.equal(torch.cat(self._first_numbers), self._first_values))
+        )
+
+
+_get_version = attrgetter("_version")
+
+
+class _BufferCopies(NamedTuple):
+    """The buffers of a model at one time. A forward pass may put another tensor in a place, or make a new place."""
+
+    homes: list[dict[str, Any]]
+    """Of all modules."""
+    names: list[tuple[str, ...]]
+    """By home, those of all its places."""
+    places: list[_BufferPlace]
+    """Where different buffers are, also those that are None."""
+    copies: list[Tensor | None]
+
+
+def _copy_buffers(module: nn.Module) -> _BufferCopies:
+    homes = [each._buffers for each in module.modules()]
+    found: dict[object, _BufferPlace] = {}
+    for home in homes:
+        for name, buffer in home.items():
+            found.setdefault((id(home), name) if buffer is None else id(buffer), (home, name))
+    places = list(found.values())
+    buffers = (home[name] for home, name in places)
+    copies = [None if buffer is None else _copy(buffer) for buffer in buffers]
+    return _BufferCopies(homes, [tuple(home) for home in homes], places, copies)
+
+
+def _put_back_buffers(kept: _BufferCopies) -> None:
+    """Let buffers have these values again, also where a forward pass has put another tensor, made one or removed
+    one."""
+    for home, names in zip(kept.homes, kept.names, strict=True):
+        for name in home.keys() - set(names):
+            del home[name]
+    for (home, name), copied in zip(kept.places, kept.copies, strict=True):
+        buffer = home.get(name)
+        if copied is None:
+            home[name] = None
+        elif buffer is not None and buffer.shape == copied.shape and buffer.dtype is copied.dtype:
+            _copy_tensors([buffer], [copied])
+        else:
+            home[name] = copied.clone()
+
+
+def _name_buffers(module: nn.Module) -> Iterator[tuple[str, _BufferPlace]]:
+    for prefix, each in module.named_modules():
+        for name in each._buffers:
+            yield f"{prefix}.{name}", (each._buffers, name)
+
+
+def _describe_buffers(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype] | None]:
+    """Shape and dtype of the buffers by name; None for those that a forward pass has not made yet."""
+    buffers = ((name, home[key]) for name, (home, key) in _name_buffers(module))
+    return {name: None if buffer is None else (buffer.shape, buffer.dtype) for name, buffer in buffers}
+
+
+def _fit_buffers(module: nn.Module, described: dict[str, tuple[torch.Size, torch.dtype] | None]) -> None:
+    """Let buffers be None, or have the shape and dtype, as on a rank that has come farther."""
+    own = _describe_buffers(module)
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    for name, (home, key) in _name_buffers(module):
+        given = described.get(name, own[name])
+        if given != own[name]:
+            here = device if home[key] is None else home[key].device
+            home[key] = None if given is None else torch.empty(given[0], dtype=given[1], device=here)
 
 
 class _ModuleCopy(NamedTuple):
     parameters: list[Tensor]
     values: list[Tensor]
-    buffer_places: list[_BufferPlace]
-    buffers: list[Tensor]
+    buffers: _BufferCopies
 
 
 class _OptimizerCopy(NamedTuple):
@@ -141,6 +274,8 @@ class OptimizerPart(StatePart):
         """Whose num_steps counts the optimizer's steps."""
         if isinstance(optimizer, Distributed) and optimizer._reducers is not None:
             self._counter = optimizer._reducers
+            # What makes parameters equal on all ranks, for the error that is raised if they are not.
+            optimizer._reducers.broadcast_call = "ronde.elastic.State(model=model, …) with the whole model"
         else:
             self._counter = _StepCounter()
             optimizer.register_step_post_hook(self._counter.after_step)
@@ -292,7 +427,7 @@ class SamplerPart(StatePart):
 
     def end_step(self) -> None:
         steps = self._state.steps
-        if steps == self._num_steps:  # a commit in the middle of a step
+        if steps == self._num_steps:  # a commit or a new round
             self._kept = self._sampler.position
         else:
             self._num_steps = steps
@@ -300,6 +435,12 @@ class SamplerPart(StatePart):
 
     def undo_step(self) -> None:
         self._sampler.go_to(self._kept)
+
+    def is_in_step(self) -> bool:
+        return self._sampler.is_in_step
+
+    def describe(self) -> str:
+        return self._sampler.describe()
 
     def sync(self, givers: Sequence[int]) -> None:
         self._sampler.go_to(SamplePosition(*objects.broadcast(tuple(self._sampler.position), givers[0])))
@@ -460,18 +601,25 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _put_back_buffers(places: Sequence[_BufferPlace], buffers: Sequence[Tensor]) -> None:
-    """Let buffers have these values again, also where a forward pass has put another tensor, or removed one."""
-    for (home, name), kept in zip(places, buffers, strict=True):
-        buffer = home.get(name)
-        if buffer is not None and buffer.shape == kept.shape and buffer.dtype is kept.dtype:
-            _copy_tensors([buffer], [kept])
-        else:
-            home[name] = kept.clone()
-
-
 def _copy_option(value: Any) -> Any:  # of an optimizer; a learning rate may be a tensor
     return _copy(value) if isinstance(value, Tensor) else value
+
+
+def _check_optimizers(state: State) -> None:
+    """Raise ValueError if a distributed optimizer over all ranks is not in the State: it could not go on in the next
+    round."""
+    held = [each._reducers for each in state._objects.values() if isinstance(each, Distributed)]
+    for attempt in range(2):
+        forgotten = [each for each in find_open_reducers(current_world().group) if each not in held]
+        if not forgotten:
+            return
+        if not attempt:
+            gc.collect()  # an optimizer that nobody uses may still exist
+    name = min(forgotten[0].names, default="")
+    raise ValueError(
+        f"ronde.elastic.run(): the DistributedOptimizer of parameter {name!r} is not in the State, and could not go on "
+        "after a loss; give it to State(optimizer=optimizer, …), or close() it if it is not used any more"
+    )
 
 
 _PARTS: dict[type, Callable[[Any, State], Any]] = {
@@ -485,3 +633,4 @@ _PARTS: dict[type, Callable[[Any, State], Any]] = {
 for kind, make in _PARTS.items():
     register_part(kind, make)
 register_common_part("random numbers", RandomNumbersPart)
+register_check(_check_optimizers)

@@ -63,8 +63,13 @@ _open_reducers: WeakSet[OptimizerReducers] = WeakSet()
 
 def count_steps_of(group: Group) -> int | None:
     """How many steps the distributed optimizers over this group have made; None if there are none."""
-    counts = [reducers.num_steps for reducers in list(_open_reducers) if group in reducers.groups]
+    counts = [reducers.num_steps for reducers in find_open_reducers(group)]
     return sum(counts) if counts else None
+
+
+def find_open_reducers(group: Group) -> list[OptimizerReducers]:
+    """Those of the distributed optimizers over this group that are not closed."""
+    return [reducers for reducers in list(_open_reducers) if group in reducers.groups]
 
 
 NamedParameters = Sequence[tuple[str, Tensor]]

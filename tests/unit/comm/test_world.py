@@ -189,11 +189,20 @@ def test_a_timeline_can_come_and_go(tmp_path: Path) -> None:
     [
         ("raise ArithmeticError('the last straw')", [0, 1], "ArithmeticError: the last straw"),
         ("pass", [0, 0], "exited without shutdown"),
+        ("threading.Thread(target=await_told).start(); raise ArithmeticError('a', 0)", [0, 1], "ArithmeticError: ('a'"),
     ],
 )
-def test_how_a_script_ends_without_shutdown_reaches_the_others(ending: str, codes: list[int], why: str) -> None:
+def test_how_a_script_ends_without_shutdown_reaches_the_others(
+    ending: str, codes: list[int], why: str, tmp_path: Path
+) -> None:
+    """In the last case the process lives on until the others have heard of the error."""
     script = f"""
+        import pathlib, threading, time
         import numpy as np, ronde
+        told = pathlib.Path({str(tmp_path / "told")!r})
+        def await_told():
+            while not told.exists():
+                time.sleep(0.01)
         ronde.init()
         if ronde.rank() == 1:
             {ending}
@@ -202,6 +211,7 @@ def test_how_a_script_ends_without_shutdown_reaches_the_others(ending: str, code
                 ronde.allreduce(np.ones(3), name="x")
             except ronde.PeerLost as error:
                 print("error:", error)
+            told.touch()
             ronde.shutdown()
         """
     with tempfile.TemporaryFile() as output:

@@ -51,8 +51,8 @@ def test_an_object_of_a_framework_without_its_binding_is_refused() -> None:
 
 
 def test_a_value_that_cannot_be_copied_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"a plain value of the state cannot be copied .*lock"):
-        State(lock=threading.Lock())
+    with pytest.raises(TypeError, match=r"the value 'mutex' of the state cannot be copied .*lock"):
+        State(epoch=[0], mutex=threading.Lock())
 
 
 # --- steps and commits ---------------------------------------------------------------------------------------------
@@ -279,3 +279,18 @@ def test_states_of_different_objects_are_a_mismatch(monkeypatch: pytest.MonkeyPa
         "ranks have states of different objects: rank 0 gave model; rank 1 gave weights; give State() the same on all"
     )
     assert run_ranks(monkeypatch, 2, body) == [told] * 2
+
+
+def test_objects_with_different_settings_are_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(world: World) -> str:
+        state = State(same=Weights(), weights=Weights())
+        part_of(state).settings = f"seed={world.rank // 2}"
+        with pytest.raises(ronde.Mismatch) as raised:
+            state.sync()
+        return str(raised.value)
+
+    told = (
+        "weights of the state differs between ranks: ranks 0, 1 gave seed=0; rank 2 gave seed=1; make it with the "
+        "same settings on all"
+    )
+    assert run_ranks(monkeypatch, 3, body) == [told] * 3

@@ -11,24 +11,28 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import ronde
 from ronde.comm.world import World, current_world
 from ronde.elastic import RoundChange, State, training_loop
-from ronde.elastic.training_loop import TerminationSignal
+from ronde.elastic.training_loop import TerminationSignal, is_loss
 from ronde.errors import JobFinished, LeftBehind, OperationTimeout, PeerLost, RoundEnded, StartFailed, StateLost
 from ronde.net.messages import LeaveReason
-from tests.unit.elastic.thread_states import Weights, part_of
+from tests.unit.elastic.thread_states import Weights, part_of, run_ranks
 
 LOST = PeerLost(rank=0, peer=1, why="killed by SIGKILL")
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A job of one that behaves as if it could go on after a loss."""
+    """A job of one that behaves as if it could go on after a loss, and as if one had happened in its round."""
     ronde.init()
     monkeypatch.setattr(World, "can_rejoin", True)
-    yield current_world()
+    monkeypatch.setattr(World, "has_lost_peer", True)
+    world = current_world()
+    world.settings = replace(world.settings, elastic=True)
+    yield world
     ronde.shutdown()
 
 
@@ -129,10 +133,32 @@ def test_other_errors_are_raised(error: BaseException, world: World, monkeypatch
     assert raised.value is error and rounds.num_joined == 0
 
 
-def test_an_operation_of_an_earlier_round_is_no_loss(world: World) -> None:
-    error = RoundEnded("channel 0.ordered is closed")
-    with pytest.raises(RoundEnded, match="channel 0"):
+@pytest.mark.parametrize("error", [RoundEnded("channel 0.ordered is closed"), LOST, wrapped(LOST)], ids=repr)
+def test_an_operation_of_an_earlier_round_is_no_loss(
+    error: Exception, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(World, "has_lost_peer", False)
+    rounds = Rounds(monkeypatch)
+    with pytest.raises(type(error)) as raised:
         ronde.elastic.run(Script(error), State(weights=Weights()))
+    assert raised.value is error and rounds.num_joined == 0
+
+
+def test_a_connection_that_broke_between_two_ranks_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator has not reported a loss: it can reach both."""
+    monkeypatch.setattr(World, "can_rejoin", True)
+
+    def body(world: World) -> tuple[bool, ...]:
+        if world.rank == 1:
+            return ()
+        before = is_loss(LOST)
+        for channel in world._open_channels.channels:
+            channel.rank_lost(PeerLost(rank=0, peer=1, why="its connection closed"))
+        with pytest.raises(PeerLost) as raised:
+            world.group.barrier()
+        return before, world.is_over, is_loss(raised.value)
+
+    assert run_ranks(monkeypatch, 2, body)[0] == (False, False, True)
 
 
 def test_a_round_that_was_left_by_shutdown_is_not_joined_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +232,25 @@ def test_a_candidate_joins_before_it_trains(world: World, monkeypatch: pytest.Mo
     assert part_of(state).calls == ["reset", "sync [0]"]
 
 
+def test_a_second_run_in_a_round_is_refused(world: World) -> None:
+    """A loss in it would be taken for the end of the job."""
+    assert ronde.elastic.run(Script("done"), State(weights=Weights())) == "done"
+    with pytest.raises(ValueError, match=r"called again in the same round.* Call it once"):
+        ronde.elastic.run(Script("done"), State(weights=Weights()))
+    ronde.shutdown()
+    ronde.init()
+    assert ronde.elastic.run(Script("done"), State(weights=Weights())) == "done"
+
+
+def test_a_run_inside_of_another_one_is_refused(world: World) -> None:
+    def train(state: State) -> None:
+        ronde.elastic.run(Script("done"), State(weights=Weights()))
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"called inside of another run\(\)"):
+            ronde.elastic.run(train, State(weights=Weights()))
+
+
 def test_it_needs_init_and_a_state() -> None:
     with pytest.raises(ronde.NotInitialized, match=r"ronde\.elastic\.run\(\) needs a running round"):
         ronde.elastic.run(Script("done"), State())
@@ -261,6 +306,27 @@ def test_sigterm_lets_the_rank_leave_after_the_step(world: World, handler: list[
     assert (raised.value.code, steps, left) == (0, ["goes on"], [LeaveReason.PREEMPTED])
     terminate()
     assert handler == [signal.SIGTERM], "the user's handler is there again"
+
+
+def test_sigterm_in_a_job_without_ronde_run_is_no_success(
+    world: World, left: list[LeaveReason], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would start another rank, and what has started this one would take the training for finished."""
+    world.settings = replace(world.settings, elastic=False)
+
+    def train(state: State) -> None:
+        terminate()
+        state.end_step()
+
+    with pytest.raises(SystemExit) as raised:
+        ronde.elastic.run(train, State(weights=Weights()))
+    assert (raised.value.code, left) == (143, [LeaveReason.PREEMPTED])
+    assert "leaves before the training is finished" in caplog.text
+    ronde.init()
+    Rounds(monkeypatch, terminate)
+    with pytest.raises(SystemExit) as raised:
+        ronde.elastic.run(Script(LOST), State(weights=Weights()))
+    assert raised.value.code == 143
 
 
 def test_sigterm_before_a_loss_lets_the_rank_leave_at_the_loss(world: World, left: list[LeaveReason]) -> None:

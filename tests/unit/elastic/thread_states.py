@@ -11,7 +11,7 @@ import pytest
 from ronde.comm import objects
 from ronde.comm import world as world_module
 from ronde.comm.world import World, current_world
-from ronde.elastic import State, register_part
+from ronde.elastic import State, StatePart, register_part
 from tests.conformance.ranks import run_threads
 
 
@@ -52,12 +52,13 @@ class Weights:
         self.value += 1
 
 
-class WeightsPart:
+class WeightsPart(StatePart):
     def __init__(self, weights: Weights, state: State) -> None:
         self.weights = weights
         self.calls: list[str] = []
         self.fails: Exception | None = None
         """What the next commit() or sync() raises."""
+        self.settings = ""
         self._kept = (weights.value, weights.buffer)
 
     def commit(self) -> tuple[int, int]:
@@ -76,6 +77,9 @@ class WeightsPart:
 
     def has_stepped(self) -> bool:
         return self.weights.value != self._kept[0]
+
+    def describe(self) -> str:
+        return self.settings
 
     def reset(self) -> None:
         self.calls.append("reset")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -13,11 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ronde
+import ronde.elastic
 from ronde.comm.world import World
 from ronde.elastic import State
 from ronde.torch import DistributedOptimizer, ElasticBatchSampler
 from ronde.training.sample_sharding import epoch_order
 from tests.conformance.ranks import run_threads
+from tests.unit.elastic.thread_states import run_ranks
 from tests.unit.training.arrays import ArrayTraining, Weight
 
 
@@ -161,24 +163,77 @@ def test_batches_that_make_one_step_count_together(alone: None, with_state: bool
 def test_batches_of_an_epoch_whose_step_ends_in_the_next_one_count_with_it(alone: None) -> None:
     sampler = ElasticBatchSampler(20, global_batch=4)  # five batches, and two make a step
     trained = Trained(passes=2)
-    state = State(optimizer=trained.optimizer, sampler=sampler)
-    numbers = itertools.count(1)
+    state = State(optimizer=trained.optimizer, sampler=sampler, number=0, epoch=0)
+    state.commit()
 
     def train_epoch() -> None:
         for batch in sampler.track(loader_of(sampler)):
+            state.number += 1
             trained.backward(batch)
-            if next(numbers) % 2 == 0:
+            if state.number % 2 == 0:
                 trained.step()
+        state.epoch += 1
+        state.commit()
 
     train_epoch()
-    state.commit()
     assert (sampler.epoch, sampler.consumed, state.steps) == (1, 0, 2)
     assert sampler.state_dict()["consumed"] == 16, "the last batch is in no parameter"
     train_epoch()
     assert (sampler.epoch, state.steps) == (2, 5)
     assert sampler.position == (2, 0)
+
+
+@pytest.mark.parametrize("sets_epoch", [True, False])
+def test_a_commit_between_the_batches_of_a_step_is_made_at_its_end(alone: None, sets_epoch: bool) -> None:
+    sampler = ElasticBatchSampler(20, global_batch=4)
+    trained = Trained(passes=2)
+    state = State(optimizer=trained.optimizer, sampler=sampler, number=0, epoch=0)
+    state.commit()
+    seen: list[int] = []
+
+    def train(until: int) -> None:
+        while state.epoch < 2:
+            if sets_epoch:
+                sampler.set_epoch(state.epoch)
+            for batch in sampler.track(loader_of(sampler)):
+                seen.extend(batch[0].tolist())
+                state.number += 1
+                trained.backward(batch)
+                if state.number == until:
+                    return
+                if state.number % 2 == 0:
+                    trained.step()
+            state.epoch += 1
+            state.commit()
+
+    def where() -> tuple[object, ...]:
+        return state.steps, state.number, state.epoch, sampler.position
+
+    train(until=6)
+    state.undo_step()  # as when a rank is lost in the second batch of the step
+    state.reset()
+    assert where() == (2, 4, 0, (0, 16))
+    del seen[16:]
+    train(until=8)
     state.restore()
-    assert sampler.position == (sampler.epoch, sampler.consumed) == (0, 16)
+    state.reset()
+    assert where() == (3, 6, 1, (1, 4))
+    del seen[24:]
+    train(until=0)
+    assert where() == (5, 10, 2, (2, 0))
+    assert sorted(seen) == sorted([*range(20)] * 2)
+
+
+def test_another_epoch_does_not_forget_batches_of_a_step_that_has_not_finished(alone: None) -> None:
+    sampler = ElasticBatchSampler(4, global_batch=4)
+    trained = Trained(passes=2)
+    state = State(optimizer=trained.optimizer, sampler=sampler)
+    for batch in sampler.track(loader_of(sampler)):
+        trained.backward(batch)
+    sampler.set_epoch(7)
+    assert (sampler.epoch, sampler.position) == (7, (0, 0))
+    state.undo_step()
+    assert sampler.epoch == 0
 
 
 def test_without_an_optimizer_a_batch_counts_when_the_next_is_asked_for(alone: None) -> None:
@@ -276,6 +331,48 @@ def test_a_loop_whose_position_was_set_in_its_body_does_not_go_on(alone: None, h
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize(("is_in_another", "told"), [(False, "in no State"), (True, "in another State than that of")])
+def test_in_a_run_only_a_sampler_of_its_state_is_tracked(alone: None, is_in_another: bool, told: str) -> None:
+    trained, sampler = Trained(), ElasticBatchSampler(12, global_batch=4)
+    state = State(optimizer=trained.optimizer, **({"sampler": sampler} if is_in_another else {}))
+    another = State(sampler=sampler) if is_in_another else None
+
+    def train(state: State) -> None:
+        with pytest.raises(ValueError, match=rf"track\(\): the sampler is {told}"):
+            next(sampler.track(loader_of(sampler)))
+        assert len(list(loader_of(sampler))) == 3, "a validation"
+
+    ronde.elastic.run(train, state)
+    del another
+    assert len(list(sampler.track(loader_of(sampler)))) == 3, "behind the run"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"data": 11},
+        {"seed": 2},
+        {"shuffle": False},
+        {"ends": "drop"},
+        {"global_batch": 8},
+        {"global_batch": None, "per_rank_batch": 4},
+        {"shares": "speed"},
+    ],
+    ids=repr,
+)
+def test_ranks_with_different_samplers_are_refused(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(world: World) -> str:
+        settings = {"data": 12, "global_batch": 4, **(other if world.rank else {})}
+        state = State(sampler=ElasticBatchSampler(**settings))
+        with pytest.raises(ronde.Mismatch) as raised:
+            state.sync()
+        return str(raised.value)
+
+    first, second = run_ranks(monkeypatch, 2, body)
+    assert first == second
+    assert "sampler of the state differs between ranks: rank 0 gave length=12, seed=0, shuffle=True, " in first
+
+
 def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(ValueError, match="either global_batch or per_rank_batch"):
         ElasticBatchSampler(4)
@@ -292,6 +389,9 @@ def test_what_cannot_be_done_is_refused() -> None:
         sampler = ElasticBatchSampler(4, global_batch=2, group=world.group)
         with pytest.raises(ValueError, match="batch_sampler=sampler"):
             next(iter(sampler.track(DataLoader(TensorDataset(torch.arange(4)), batch_size=2))))
+        if "in_order" in inspect.signature(DataLoader).parameters:
+            with pytest.raises(ValueError, match="in_order=False"):
+                next(iter(sampler.track(loader_of(sampler, num_workers=1, in_order=False))))
         with pytest.raises(ValueError, match="more batches than were drawn"):
             list(sampler.track([1, *loader_of(sampler)]))
         other = ElasticBatchSampler(4, global_batch=2, seed=9, group=world.group)

@@ -18,9 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
 import ronde
+import ronde.elastic
+from ronde.comm.world import World
 from ronde.elastic import State
+from ronde.errors import OutOfSync
 from ronde.torch import DistributedOptimizer, ElasticBatchSampler, ShardedSampler, elastic_state
 from ronde.torch.broadcast_state import assign_givers
+from tests.unit.elastic.thread_states import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +154,59 @@ def test_a_buffer_that_is_replaced_several_times_in_a_step_may_change_its_shape(
         assert torch.equal(model.seen, torch.ones(size + 1))
 
 
+class LazyBuffers(nn.Module):
+    """The first forward pass makes one buffer where there was none, and registers another one."""
+
+    count: Tensor | None
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("known", torch.zeros(1))
+        self.register_buffer("count", None)
+
+    def forward(self) -> list[float]:
+        self.count = torch.ones(1) if self.count is None else self.count + 1
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(1))
+        self.seen += 1
+        return [float(self.count), float(self.seen)]
+
+
+def test_buffers_that_a_forward_pass_has_made_return_to_the_step_end() -> None:
+    model = LazyBuffers()
+    state = State(model=model)
+    state.sync()
+    for _ in range(2):
+        assert model.forward() == [1, 1]
+        state.undo_step()
+        assert model.count is None
+    model.forward()
+    state.end_step()
+    for _ in range(2):
+        assert model.forward() == [2, 2]
+        state.undo_step()
+    state.restore()
+    assert model.forward() == [1, 1]
+
+
+def test_a_rank_without_a_buffer_gets_it_from_one_that_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is lost in the first step: one of the others has finished it, the other one has not."""
+
+    def body(world: World) -> float | None:
+        model = LazyBuffers()
+        del model.known
+        state = State(model=model)
+        if world.rank == 1:
+            model.count = torch.full((1,), 5.0)
+            state._end_step()
+        state._is_survivor = True
+        state.sync()
+        return None if model.count is None else float(model.count)
+
+    assert run_ranks(monkeypatch, 3, body) == [5.0] * 3
+
+
 def test_an_average_of_weights_that_was_updated_behind_a_step_returns_to_its_end() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -165,6 +222,63 @@ def test_an_average_of_weights_that_was_updated_behind_a_step_returns_to_its_end
         average.update_parameters(model)
         state.undo_step()
         torch.testing.assert_close(average.state_dict(), kept, rtol=0, atol=0)
+
+
+def replace_data(parameter: Tensor) -> None:
+    parameter.data = parameter.data + 1
+
+
+UPDATES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda parameter: parameter.detach().add_(1),
+    "new data": replace_data,
+    "data in place": lambda parameter: parameter.data.add_(1),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_parameters_of_a_model_that_no_optimizer_has_return_to_the_step_end(update: str) -> None:
+    """A momentum encoder is a part of the model, and a forward pass changes it."""
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 1), "momentum": nn.Linear(2, 1).requires_grad_(False)})
+    optimizer = torch.optim.SGD(model["encoder"].parameters(), lr=0.1)
+    state = State(model=model, optimizer=optimizer)
+    state.sync()
+
+    def change() -> None:
+        for parameter in model["momentum"].parameters():
+            UPDATES[update](parameter)
+
+    for _ in range(2):
+        change()
+        state.commit()
+        committed = copy.deepcopy(model.state_dict())
+        change()
+        state.end_step()
+        kept = copy.deepcopy(model.state_dict())
+        for _ in range(2):
+            change()
+            change()
+            state.undo_step()
+            torch.testing.assert_close(model.state_dict(), kept, rtol=0, atol=0)
+        state.restore()
+        torch.testing.assert_close(model.state_dict(), committed, rtol=0, atol=0)
+
+
+def test_frozen_parameters_are_not_copied_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+    state = State(model=model, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
+    state.sync()
+    for copying in ("_copy", "_copy_tensors"):
+        monkeypatch.setattr(elastic_state, copying, lambda *_: pytest.fail("a copy"))
+    model(torch.ones(1, 2)).sum().backward()
+    state.optimizer.step()
+    state.end_step()
+
+
+def test_a_value_with_a_graph_is_refused_by_its_name() -> None:
+    state = State(best=torch.zeros(1))
+    state.loss = nn.Linear(2, 1)(torch.ones(2)).sum()
+    with pytest.raises(TypeError, match=r"the value 'loss' of the state cannot be copied .*loss\.item\(\)"):
+        state.end_step()
 
 
 def test_state_that_an_optimizer_has_got_since_a_commit_is_dropped() -> None:
@@ -407,3 +521,28 @@ def test_an_elastic_step_calls_no_more_python_functions_than_a_plain_one() -> No
 
     assert count_calls(sampler.track(sampler)) <= count_calls(iter(plain))
     assert state.steps == 10
+
+
+def test_a_model_that_was_forgotten_in_the_state_is_named_when_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(world: World) -> str:
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, world.rank)
+        nn.init.zeros_(model.bias)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        State(optimizer=optimizer).sync()
+        loss: Any = model(torch.ones(1, 2)).sum()
+        with pytest.raises(OutOfSync) as raised:
+            loss.backward()
+        optimizer.close()
+        return str(raised.value)
+
+    for told in run_ranks(monkeypatch, 2, body):
+        assert "Call ronde.elastic.State(model=model, …) with the whole model before the first step" in told
+
+
+def test_a_run_without_one_of_the_distributed_optimizers_in_its_state_is_refused() -> None:
+    first, second = (DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 1).parameters())) for _ in range(2))
+    with pytest.raises(ValueError, match=r"'group0\.param0' is not in the State.* give it to State\("):
+        ronde.elastic.run(lambda state: None, State(first=first))
+    second.close()
+    assert ronde.elastic.run(lambda state: "done", State(first=first)) == "done"
