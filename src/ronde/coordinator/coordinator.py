@@ -48,6 +48,7 @@ from ronde.net.messages import (
     TimelineRequest,
     TraceBatch,
     TraceFlushed,
+    TrainingFinished,
     WorkerMessage,
 )
 from ronde.observe.stalls import FailureStacks
@@ -340,6 +341,9 @@ class CoordinatorCore:
         if isinstance(message, LeaveRound):
             self._handle_leave(number, message, now_ns)
             return [Send((number,), LeaveConfirmed())]
+        if isinstance(message, TrainingFinished) and self._elastic is not None and self._is_member(number):
+            self._elastic.training_finished(number)
+            return []
         if isinstance(message, JoinRound) and not self._is_member(number):
             return self._handle_join(number, message, now_ns)
         # It is a late message of a rank that was declared lost.

@@ -84,6 +84,8 @@ class ElasticRounds:
         """By number, the workers that never come back, and why."""
         self._preempted: tuple[int, ...] = ()
         self._unreachable: tuple[int, ...] = ()
+        self._finished: tuple[int, ...] = ()
+        """Workers of the newest round that have finished training."""
         self._shut_down: set[int] = set()
         """Workers that have left the newest round by shutdown(), and may call init() again."""
         self._num_rounds = 0
@@ -143,6 +145,7 @@ class ElasticRounds:
             self._is_finished,
             self._preempted,
             self._unreachable,
+            self._finished,
         )
 
     @property
@@ -332,6 +335,12 @@ class ElasticRounds:
                 is_last = not any(other.rank is not None for other in self._workers.values())
                 self._is_first = is_last
 
+    def training_finished(self, number: int) -> None:
+        """A worker has finished training, and may do something else before it leaves the round."""
+        if number not in self._finished:
+            self._finished = (*self._finished, number)
+            self._has_changed = True
+
     def exited(self, number: int, why: str) -> None:
         """The worker is lost: its process has ended, or nobody can reach it. It never comes back."""
         worker = self._workers.pop(number, None)
@@ -346,9 +355,12 @@ class ElasticRounds:
         self.exited(number, why)
 
     def dismiss(self, number: int) -> None:
-        """Forget a worker that was refused. It may connect again."""
-        if self._workers.pop(number, None) is not None:
+        """Forget a worker that was refused. It may connect again, unless the job is finished."""
+        worker = self._workers.pop(number, None)
+        if worker is not None:
             self._has_changed = True
+            if self._is_finished and worker.rank is not None:
+                self.training_finished(number)
 
     # --- the next round --------------------------------------------------------------------------------------------
 
@@ -421,6 +433,7 @@ class ElasticRounds:
         self._num_resets += self._has_loss
         self._has_loss = self._is_first = False
         self._shut_down.clear()
+        self._finished = ()
         self._has_changed = True
         return tuple(members)
 

@@ -193,6 +193,9 @@ class Membership:
     """Workers that have left a round because they were told to end (LeaveReason.PREEMPTED)."""
     unreachable: tuple[int, ...] = ()
     """Workers that were lost because of the network. Their processes may live, and are of no use any more."""
+    finished: tuple[int, ...] = ()
+    """Workers of the newest round that have finished training. What their scripts do behind it, such as saving the
+    model, no other worker makes up for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

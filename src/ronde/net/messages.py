@@ -182,6 +182,11 @@ class AbortChannel(WorkerMessage, frozen=True):
     reason: str = ""
 
 
+class TrainingFinished(WorkerMessage, frozen=True):
+    """The rank of an elastic job is through the barrier at the end of training. What its script does from now on, such
+    as saving the model, no other rank makes up for."""
+
+
 class LeaveReason(enum.IntEnum):
     """How a rank's membership in a round ended. A worker sends one of the first five; the rest is found out."""
 

@@ -37,6 +37,7 @@ from ronde.net.messages import (
     RunOperations,
     StackReply,
     StackRequest,
+    TrainingFinished,
     WaitingTooLong,
 )
 from ronde.observe.stacks import RankStack
@@ -433,6 +434,22 @@ def test_when_a_member_has_finished_the_job_nobody_has_anything_to_do_any_more()
         admission = script.ask(number, ready=number != 4)
         assert (admission.status, admission.refusal_kind) == (AdmissionStatus.REFUSED, RefusalKind.FINISHED)
     assert script.membership.num_rounds == 1
+
+
+def test_who_has_finished_training_is_told_apart_from_who_was_lost_in_the_last_barrier() -> None:
+    script = ElasticScript(3)
+    script.start(0, 1, 2)
+    script.send(0, TrainingFinished())
+    script.advance()
+    assert script.membership.finished == (0,)
+    assert [told.is_finished for told in script.told] == [False] * len(script.told)
+    script.die(1)
+    script.advance(1)
+    script.leave(0, reason=LeaveReason.FINISHED)
+    script.leave(2)
+    assert script.ask(2, ready=True).refusal_kind is RefusalKind.FINISHED
+    script.advance()
+    assert script.membership.is_finished and script.membership.finished == (0, 2), "worker 2 has heard of it"
 
 
 def test_a_worker_that_is_back_when_another_one_finishes_the_job_is_told_so() -> None:

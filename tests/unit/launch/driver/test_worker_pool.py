@@ -381,6 +381,44 @@ def test_a_failure_of_a_member_behind_the_end_is_that_of_the_job(training: Scene
         assert (result.exit_code, result.first_failed_rank) == (5, 0)
 
 
+@pytest.mark.parametrize("is_reported_first", [False, True])
+@pytest.mark.parametrize(
+    ("code", "reason"), [(-9, ExitReason.EXITED), (-15, ExitReason.EXITED), (-9, ExitReason.OOM_KILLED)]
+)
+def test_a_worker_that_is_killed_behind_training_fails_the_job(
+    training: Scene, code: int, reason: ExitReason, is_reported_first: bool
+) -> None:
+    if not is_reported_first:
+        training.tell((0, 1, 2), finished=(0, 1, 2))
+    training.exit(0, code, reason)
+    if is_reported_first:
+        training.tell((0, 1, 2), finished=(0, 1, 2))
+    assert training.is_ending() and not training.signals(), "the others may be saving something, too"
+    training.tell((0, 1, 2), finished=(0, 1, 2), is_finished=True)
+    training.exit(1, 0)
+    training.exit(2, 0)
+    for number in training.running():
+        training.exit(number, -15)
+    result = training.result((0, MembershipEnd(LeaveReason.PROCESS_ENDED)))
+    assert training.supervisor.finished and (result.exit_code, result.first_failed_rank) == (128 - code, 0)
+
+
+def test_a_worker_that_was_killed_in_the_barrier_at_the_end_of_training_is_no_failure(training: Scene) -> None:
+    training.tell((0, 1, 2), finished=(0, 2))
+    training.exit(1, -9)
+    training.tell((0, 1, 2), finished=(0, 2), is_finished=True)
+    training.exit(0, 0)
+    training.exit(2, 0)
+    assert training.is_finished() and training.running() == [] and training.result().exit_code == 0
+
+
+def test_behind_training_nobody_is_asked_to_leave_or_started(training: Scene) -> None:
+    training.tell((0, 1, 2), finished=(0, 1, 2))
+    training.pool.handle_hosts((Host("c", 2),))
+    training.turn()
+    assert training.signals() == [] and training.agents.names == ["a", "b"]
+
+
 def test_a_worker_that_leaves_before_the_first_round_while_others_wait_for_it_ends_the_job(scene: Scene) -> None:
     scene.pool.handle_hosts((Host("a", 3),))
     scene.turn()
