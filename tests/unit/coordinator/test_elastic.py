@@ -441,8 +441,8 @@ def test_who_has_finished_training_is_told_apart_from_who_was_lost_in_the_last_b
     script.start(0, 1, 2)
     script.send(0, TrainingFinished())
     script.advance()
-    assert script.membership.finished == (0,)
-    assert [told.is_finished for told in script.told] == [False] * len(script.told)
+    told = script.membership
+    assert told.finished == (0,) and not told.is_finished
     script.die(1)
     script.advance(1)
     script.leave(0, reason=LeaveReason.FINISHED)

@@ -121,7 +121,11 @@ class WorkerPool:
     # --- what happens ----------------------------------------------------------------------------------------------
 
     def handle_hosts(self, hosts: tuple[Host, ...]) -> None:
-        """The source of hosts has a new answer."""
+        """The source of hosts has a new answer. Once there were hosts, an empty one is taken for an error: all workers
+        would have to leave, and the state of training with them."""
+        if not hosts and self._slots.hosts:
+            self.handle_source_error(StartFailed("the source of hosts names none"))
+            return
         self._slots.hosts = hosts
         num_slots, num_needed = sum(host.slots for host in hosts), self._limits.start_ranks
         if not self._has_begun and num_slots < num_needed:

@@ -519,6 +519,18 @@ def test_nothing_is_started_while_the_job_is_being_ended(training: Scene) -> Non
     assert sum(isinstance(message, StartRanks) for _, message in training.sent) == num_starts
 
 
+def test_an_answer_without_hosts_is_told_as_an_error_and_nobody_has_to_leave(training: Scene) -> None:
+    training.pool.handle_hosts(())
+    training.later(100.0)
+    assert training.signals() == [] and training.running() == [0, 1, 2]
+    assert training.sink.messages[-1] == (
+        "the source of hosts names none; the job goes on with the hosts that it knows"
+    )
+    training.pool.handle_hosts((Host("a", 2),))
+    training.turn()
+    assert training.signals() == [SignalRanks((2,), signal.SIGTERM)], "the next answer counts"
+
+
 def test_an_error_of_the_source_is_told_and_changes_nothing(training: Scene) -> None:
     training.pool.handle_source_error(StartFailed("the cloud is down"))
     assert training.sink.messages[-1] == "the cloud is down; the job goes on with the hosts that it knows"
