@@ -65,6 +65,8 @@ class _Worker:
     join: JoinRound | None = None
     """Its request to be in the next round."""
     joined_ns: int = 0
+    is_missed: bool = False
+    """Whether another member has left the round because this one did not come to an operation in time."""
 
 
 class ElasticRounds:
@@ -108,6 +110,8 @@ class ElasticRounds:
         self._now_ns = 0
         """The time in which the coordinator was not stopped."""
         self._no_round_since_ns = 0
+        self._round_over_since_ns = 0
+        """Since when the newest round has lacked a member."""
         self._next_plan_ns = 0
         """On the clock of tick()."""
         self._has_changed = True
@@ -335,6 +339,15 @@ class ElasticRounds:
                 is_last = not any(other.rank is not None for other in self._workers.values())
                 self._is_first = is_last
 
+    def missed(self, ranks: Collection[int], why: str) -> None:
+        """A member has left the round because these ranks did not come to an operation in time. Those that hang are not
+        waited for as long as others. It counts as an error of the script: the next round may come to the same point."""
+        self._error = why
+        for rank in ranks:
+            worker = self._workers.get(self.members[rank]) if 0 <= rank < len(self.members) else None
+            if worker is not None:
+                worker.is_missed = worker.is_member
+
     def training_finished(self, number: int) -> None:
         """A worker has finished training, and may do something else before it leaves the round."""
         if number not in self._finished:
@@ -389,8 +402,11 @@ class ElasticRounds:
         """Decide what happens now. `connected`: the numbers of workers with an open liveness connection; `late`: the
         members, by rank, that others have waited for."""
         self._has_changed = False
-        if any(worker.is_member for worker in self._workers.values()):
+        num_members = sum(worker.is_member for worker in self._workers.values())
+        if num_members:
             self._no_round_since_ns = self._now_ns
+        if num_members == len(self.members):
+            self._round_over_since_ns = self._now_ns
         waited_s = (self._now_ns - self._no_round_since_ns) / 1e9
         views = [view for worker in self._workers.values() if (view := self._view(worker, connected, late)) is not None]
         num_errors, _ = self._count_errors()
@@ -426,7 +442,7 @@ class ElasticRounds:
             worker = self._workers[number]
             member = dataclasses.replace(self._join_of(number).member, rank=rank)
             worker.rank, worker.is_member, worker.member, worker.join = rank, True, member, None
-            worker.is_ready = True
+            worker.is_ready, worker.is_missed = True, False
             members.append(member)
         self.members = plan.members
         self._num_rounds += 1
@@ -480,6 +496,8 @@ class ElasticRounds:
             silent_s=(self._now_ns - worker.heard_ns) / 1e9,
             is_awaited=worker.is_member and worker.rank in late,
             ready_s=ready_s,
+            away_s=0.0 if stage is WorkerStage.READY else (self._now_ns - self._round_over_since_ns) / 1e9,
+            is_missed=worker.is_missed,
         )
 
     def _join_of(self, number: int) -> JoinRound:

@@ -16,7 +16,16 @@ import ronde
 from ronde.comm.world import World, current_world
 from ronde.elastic import RoundChange, State
 from ronde.elastic.training_loop import TerminationSignal
-from ronde.errors import JobFinished, LeftBehind, OperationTimeout, PeerLost, RoundEnded, StartFailed, StateLost
+from ronde.errors import (
+    JobFinished,
+    LeftBehind,
+    OperationTimeout,
+    PeerLost,
+    RondeError,
+    RoundEnded,
+    StartFailed,
+    StateLost,
+)
 from ronde.net.messages import LeaveReason
 from tests.unit.elastic.thread_states import Weights, part_of
 
@@ -37,11 +46,13 @@ class Rounds:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | Callable[[], object] | None) -> None:
         self.num_joined = 0
+        self.missing: list[tuple[int, ...]] = []
         self._outcomes = list(outcomes)
         monkeypatch.setattr("ronde.elastic.training_loop.rejoin", self._rejoin)
 
-    def _rejoin(self, *, progress: int) -> None:
+    def _rejoin(self, *, progress: int, timeout: RondeError | None) -> None:
         self.num_joined += 1
+        self.missing.append(timeout.missing if timeout is not None else ())
         outcome = self._outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
@@ -101,6 +112,19 @@ def test_after_a_loss_it_joins_the_next_round_and_trains_on(
     undone = [] if isinstance(error, RoundChange) else ["undo_step"]
     assert part_of(state).calls == ["sync [0]", *undone, "reset", "callback", "sync [0]"]
     assert (script.seen, rounds.num_joined) == ([0, 1], 1)
+
+
+@pytest.mark.parametrize("kind", [OperationTimeout, RoundEnded])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_rank_that_does_not_come_to_an_operation_in_time_is_named_and_training_goes_on(
+    kind: type[RondeError], is_wrapped: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = kind("rank 3 did not come in time")
+    late.missing = (3,)
+    script = Script(wrapped(late) if is_wrapped else late, RoundChange(), "done")
+    rounds, state = Rounds(monkeypatch, None, None), State(weights=Weights())
+    assert ronde.elastic.run(script, state) == "done"
+    assert rounds.missing == [(3,), ()], "only once"
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ class WorkerPool:
         """By number, in the order in which they came."""
         self._leaving: set[int] = set()
         """Workers that were told to leave, by the driver or by the agents of their hosts."""
-        self._left_behind: set[int] = set()
+        self._left_behind: dict[int, str] = {}
+        """The workers that the coordinator has left behind, and why."""
         self._killed: set[int] = set()
         """Workers that were killed because the coordinator had lost them."""
         self._num_done = 0
@@ -172,7 +173,9 @@ class WorkerPool:
         """The coordinator has started a round, or has another plan."""
         before, self._membership = self._membership, membership
         plan = membership.plan
-        self._left_behind.update(plan.left_behind)
+        for number in plan.left_behind:
+            why = "did not come back from the round before" if number in plan.absent else "was silent for too long"
+            self._left_behind[number] = f"{why} and was left behind"
         # None of them can come back. A process that lives keeps its slot, perhaps for long, if its script is busy.
         useless = {*plan.left_behind, *membership.unreachable} - self._killed
         if useless:
@@ -436,7 +439,7 @@ class WorkerPool:
     def _describe_end(self, number: int) -> str:
         rank_exit = self._exits.get(number)
         if number in self._left_behind:
-            return "was silent for too long and was left behind"
+            return self._left_behind[number]
         if number in self._membership.unreachable:
             return "could not be reached"
         if number in self._membership.preempted:

@@ -320,13 +320,17 @@ def test_the_late_word_of_an_agent_that_was_removed_does_not_stop_the_next_one_o
 
 
 def test_workers_that_are_left_behind_are_killed_once(training: Scene) -> None:
-    plan = RoundPlan(PlanAction.WAIT, PlanReason.SURVIVORS, workers=(0,), left_behind=(1,))
+    plan = RoundPlan(PlanAction.WAIT, PlanReason.SURVIVORS, workers=(0,), left_behind=(1, 2), absent=(2,))
     training.tell((0, 1, 2), plan)
     training.tell((0, 1, 2), plan)
-    assert training.signals() == [SignalRanks((1,), signal.SIGKILL)]
+    assert training.signals() == [SignalRanks((1,), signal.SIGKILL), SignalRanks((2,), signal.SIGKILL)]
     training.exit(1, -9)
-    training.begin_round(0, 2)
+    training.exit(2, -9)
+    training.begin_round(0)
     assert "worker 1 on host a was silent for too long and was left behind" in training.sink.messages[-1]
+    assert (
+        "worker 2 on host b did not come back from the round before and was left behind" in training.sink.messages[-1]
+    )
 
 
 def test_workers_that_cannot_be_reached_are_killed_so_that_their_slots_are_free(training: Scene) -> None:
