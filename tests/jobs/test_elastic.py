@@ -235,6 +235,17 @@ def test_a_rank_that_is_stopped_for_long_is_left_behind(point: str) -> None:
         assert "the others have gone on without it" in ranks.output(1)
 
 
+def test_a_rank_that_hangs_outside_of_ronde_is_left_behind() -> None:
+    """The others have waited for it in an operation. When it goes on, it is refused."""
+    fault = (1, "compute", 24, "wait")
+    with training(3, [fault], settings=SETTINGS.replace(operation_s=4.0, suspend_s=5.0)) as ranks:
+        expect_reached(ranks, fault)
+        expect_exactly_once(ranks, [0, 2])
+        ranks.send([1], do="go on")
+        assert ranks.wait() == [0, 1, 0], ranks.printed()
+        assert "did not come back from a round that was over" in ranks.output(1)
+
+
 def test_an_error_of_the_user_ends_the_rank_and_not_the_job() -> None:
     fault = (1, "compute", 24, "raise")
     with training(3, [fault]) as ranks:

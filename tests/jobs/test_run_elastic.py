@@ -14,6 +14,7 @@ import pytest
 
 import ronde
 from tests.jobs.kit import Result, RondeRun, run, script
+from tests.jobs.scripts.elastic import NUM_SAMPLES
 from tests.limits import LONG_S, OPERATION_S, PATIENCE_S
 
 Event = tuple[str, int, str]
@@ -147,6 +148,16 @@ def test_an_error_of_all_ranks_ends_the_job() -> None:
     done = train("-np", "2", "--min-np", "1", events=events)
     assert done.code == 1, done
     assert "ValueError: a mistake of the user" in "\n".join(done.summary), done
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_rank_that_is_killed_behind_training_fails_the_job(stays: bool, tmp_path: Path) -> None:
+    """It would have saved the model, and nobody does that in its place, whether another rank is still there or not."""
+    events = [("rank 1", NUM_SAMPLES, "write through now"), ("rank 1", NUM_SAMPLES, "file never")][: 1 + stays]
+    events += [("rank 0", NUM_SAMPLES, "file through"), ("rank 0", NUM_SAMPLES, "kill")]
+    done = train("-np", "2", "--min-np", "1", "--grace", "1", events=events, folder=tmp_path)
+    assert done.code == 137, done
+    assert done.summary[0] == "rank 0 on host localhost failed first: killed by signal 9 (SIGKILL)", done
 
 
 @pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), 9)", 137), ("sys.exit()", 1)])

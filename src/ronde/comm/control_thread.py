@@ -51,6 +51,7 @@ from ronde.net.messages import (
     StallReport,
     TimelineReply,
     TimelineRequest,
+    TrainingFinished,
     UnknownOperationId,
     WaitingTooLong,
     WorkerMessage,
@@ -122,7 +123,7 @@ class JoinedRound:
 
 class ControlThread:
     """Owns the loop and its thread. Other threads may call waits.enqueue, request_groups, request_timeline, now_ns,
-    leave and stop."""
+    finish, leave and stop."""
 
     def __init__(
         self,
@@ -220,6 +221,12 @@ class ControlThread:
     def now_ns(self) -> int:
         """Return the time of the coordinator's clock, as well as it is known."""
         return time.monotonic_ns() + self._offset_ns
+
+    def finish(self) -> None:
+        """The work of an elastic job is done. The coordinator learns it; this rank stays in the round."""
+        self.is_finished = True
+        if self._is_elastic:
+            self._enqueue(TrainingFinished())
 
     def leave(self, message: LeaveRound, deadline: Deadline) -> None:
         """Leave the round. If it is orderly, wait until the coordinator has confirmed it."""

@@ -26,6 +26,7 @@ from ronde.comm.group import Group
 from ronde.comm.joining import Groups, complete_settings, join_round
 from ronde.comm.open_channels import OpenChannels
 from ronde.comm.reentry import InsideOperation, forked_error
+from ronde.comm.telemetry import ChannelStallInspector
 from ronde.comm.work import finish_callbacks
 from ronde.errors import (
     JobFinished,
@@ -184,11 +185,19 @@ class World:
     def has_state(self, has_state: bool) -> None:
         _state.has_state = has_state
 
+    def missing_ranks(self) -> tuple[int, ...]:
+        """The ranks that operations of this rank wait for now; all others if that is not known."""
+        open_channels = self._open_channels
+        named = tuple(open_channels.named_operations.values())
+        waiting = ChannelStallInspector(0.0).overdue(open_channels.channels, time.monotonic_ns(), 0, named)
+        missing = {rank for each in waiting for rank in each.missing}
+        return tuple(sorted(missing or {*range(self.topology.size)} - {self.topology.rank}))
+
     def finish(self) -> None:
         """Wait until all ranks of an elastic job have done their work. Collective. When this rank leaves, the others
         learn that the job is finished; until then, operations go on to work."""
         self.group.barrier()
-        self.control_thread.is_finished = True
+        self.control_thread.finish()
         if self.is_over:  # a rank was lost in the barrier, and others may not be through
             self.control_thread.leave(LeaveRound(LeaveReason.FINISHED), Deadline(self.settings.shutdown_s))
 
@@ -198,9 +207,11 @@ class World:
         why: str = "",
         *,
         error: BaseException | None = None,
+        missing: tuple[int, ...] = (),
     ) -> None:
         """Leave the round and free everything. Idempotent. `error` is the exception that ended the script, if one has;
-        then the reason is FAILED. A rank that is REJOINING keeps the coordinator that it hosts.
+        then the reason is FAILED. A rank that is REJOINING keeps the coordinator that it hosts; `missing` are the ranks
+        that did not come to an operation in time, if it does so because of that.
 
         A signal handler may call it in the middle of an operation, which then ends with RoundEnded when the handler has
         returned. So nothing in here may wait for the interrupted frame, except until a deadline.
@@ -229,7 +240,8 @@ class World:
                 group.leave_mailboxes(handlers_deadline)
             if sends_rest:
                 self.joined_round.backend.flush(deadline)
-            self.control_thread.leave(_make_leave(reason, why, error), deadline)
+            leave = _make_leave(reason, why, error) if error is not None else LeaveRound(reason, why, missing)
+            self.control_thread.leave(leave, deadline)
             ending = "this rank goes on to the next one" if reason is LeaveReason.REJOINING else "shutdown() was called"
             self._open_channels.stop_opening(RoundEnded(f"the round is over: {why or ending}"))
             self.control_thread.end_requests()
@@ -285,9 +297,7 @@ class World:
             raise ValueError(reason)
 
 
-def _make_leave(reason: LeaveReason, why: str, error: BaseException | None) -> LeaveRound:
-    if error is None:
-        return LeaveRound(reason, why)
+def _make_leave(reason: LeaveReason, why: str, error: BaseException) -> LeaveRound:
     missing = error.missing if isinstance(error, RondeError) else ()
     if isinstance(error, Mismatch):
         reason = LeaveReason.MISMATCHED
@@ -346,10 +356,11 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
         sys.excepthook = functools.partial(_leave_after_error, sys.excepthook)
 
 
-def rejoin(*, progress: int = -1) -> World:
+def rejoin(*, progress: int = -1, timeout: RondeError | None = None) -> World:
     """Leave the round, or what is left of it after a loss, to be in the next one of the elastic job, and return its
     world when it has begun. The groups of the round are gone. `progress` is a number that grows with training, if the
-    caller knows one: an error of the script that comes again and again without progress ends the job.
+    caller knows one: an error of the script that comes again and again without progress ends the job. `timeout` is the
+    error of an operation that some ranks did not come to in time: the next round does not wait long for them.
 
     It raises JobFinished if nobody needs this process any more, LeftBehind if the others have gone on without it,
     StateLost if all that could have given it the state are lost, and StartFailed if there will be no further round.
@@ -357,7 +368,8 @@ def rejoin(*, progress: int = -1) -> World:
     world, _state.world = current_world("rejoin()"), None
     with _joining():
         try:
-            world.close(LeaveReason.SHUTDOWN if world.is_candidate else LeaveReason.REJOINING)
+            reason = LeaveReason.SHUTDOWN if world.is_candidate else LeaveReason.REJOINING
+            world.close(reason, str(timeout or ""), missing=timeout.missing if timeout is not None else ())
             if world.control_thread.coordinator_is_gone:
                 raise StartFailed(_describe_lost_coordinator(world.joined_round.coordinator_rank))
         except BaseException:

@@ -48,6 +48,7 @@ from ronde.net.messages import (
     TimelineRequest,
     TraceBatch,
     TraceFlushed,
+    TrainingFinished,
     WorkerMessage,
 )
 from ronde.observe.stalls import FailureStacks
@@ -340,6 +341,9 @@ class CoordinatorCore:
         if isinstance(message, LeaveRound):
             self._handle_leave(number, message, now_ns)
             return [Send((number,), LeaveConfirmed())]
+        if isinstance(message, TrainingFinished) and self._elastic is not None and self._is_member(number):
+            self._elastic.training_finished(number)
+            return []
         if isinstance(message, JoinRound) and not self._is_member(number):
             return self._handle_join(number, message, now_ns)
         # It is a late message of a rank that was declared lost.
@@ -404,6 +408,8 @@ class CoordinatorCore:
         if self._elastic is None:
             self._pending_round.withdraw(number, detail or "it gave up")
         else:
+            if end.reason is LeaveReason.REJOINING and end.missing:
+                self._elastic.missed(end.missing, end.description)
             self._elastic.left(number, end.reason, end.description, is_own_error=end.is_own_error)
 
     def _become_elastic(self, now_ns: int) -> None:
@@ -589,7 +595,7 @@ class CoordinatorCore:
     def _carry_out(self, elastic: ElasticRounds, plan: RoundPlan, now_ns: int) -> list[Send]:
         sends: list[Send] = []
         for number in plan.left_behind:
-            end = MembershipEnd(LeaveReason.SUSPENDED)
+            end = MembershipEnd(LeaveReason.ABSENT if number in plan.absent else LeaveReason.SUSPENDED)
             reason = f"worker {number} was left behind: {end.description}"  # it reads that when it wakes
             message = JoinRefused(reason, RefusalKind.LEFT_BEHIND) if elastic.is_joining(number) else EndRound(reason)
             sends.append(Send((number,), message))

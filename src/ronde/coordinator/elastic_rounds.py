@@ -65,6 +65,8 @@ class _Worker:
     join: JoinRound | None = None
     """Its request to be in the next round."""
     joined_ns: int = 0
+    is_missed: bool = False
+    """Whether another member has left the round because this one did not come to an operation in time."""
 
 
 class ElasticRounds:
@@ -84,6 +86,8 @@ class ElasticRounds:
         """By number, the workers that never come back, and why."""
         self._preempted: tuple[int, ...] = ()
         self._unreachable: tuple[int, ...] = ()
+        self._finished: tuple[int, ...] = ()
+        """Workers of the newest round that have finished training."""
         self._shut_down: set[int] = set()
         """Workers that have left the newest round by shutdown(), and may call init() again."""
         self._num_rounds = 0
@@ -106,6 +110,8 @@ class ElasticRounds:
         self._now_ns = 0
         """The time in which the coordinator was not stopped."""
         self._no_round_since_ns = 0
+        self._round_over_since_ns = 0
+        """Since when the newest round has lacked a member."""
         self._next_plan_ns = 0
         """On the clock of tick()."""
         self._has_changed = True
@@ -143,6 +149,7 @@ class ElasticRounds:
             self._is_finished,
             self._preempted,
             self._unreachable,
+            self._finished,
         )
 
     @property
@@ -332,6 +339,21 @@ class ElasticRounds:
                 is_last = not any(other.rank is not None for other in self._workers.values())
                 self._is_first = is_last
 
+    def missed(self, ranks: Collection[int], why: str) -> None:
+        """A member has left the round because these ranks did not come to an operation in time. Those that hang are not
+        waited for as long as others. It counts as an error of the script: the next round may come to the same point."""
+        self._error = why
+        for rank in ranks:
+            worker = self._workers.get(self.members[rank]) if 0 <= rank < len(self.members) else None
+            if worker is not None:
+                worker.is_missed = worker.is_member
+
+    def training_finished(self, number: int) -> None:
+        """A worker has finished training, and may do something else before it leaves the round."""
+        if number not in self._finished:
+            self._finished = (*self._finished, number)
+            self._has_changed = True
+
     def exited(self, number: int, why: str) -> None:
         """The worker is lost: its process has ended, or nobody can reach it. It never comes back."""
         worker = self._workers.pop(number, None)
@@ -346,9 +368,12 @@ class ElasticRounds:
         self.exited(number, why)
 
     def dismiss(self, number: int) -> None:
-        """Forget a worker that was refused. It may connect again."""
-        if self._workers.pop(number, None) is not None:
+        """Forget a worker that was refused. It may connect again, unless the job is finished."""
+        worker = self._workers.pop(number, None)
+        if worker is not None:
             self._has_changed = True
+            if self._is_finished and worker.rank is not None:
+                self.training_finished(number)
 
     # --- the next round --------------------------------------------------------------------------------------------
 
@@ -377,8 +402,11 @@ class ElasticRounds:
         """Decide what happens now. `connected`: the numbers of workers with an open liveness connection; `late`: the
         members, by rank, that others have waited for."""
         self._has_changed = False
-        if any(worker.is_member for worker in self._workers.values()):
+        num_members = sum(worker.is_member for worker in self._workers.values())
+        if num_members:
             self._no_round_since_ns = self._now_ns
+        if num_members == len(self.members):
+            self._round_over_since_ns = self._now_ns
         waited_s = (self._now_ns - self._no_round_since_ns) / 1e9
         views = [view for worker in self._workers.values() if (view := self._view(worker, connected, late)) is not None]
         num_errors, _ = self._count_errors()
@@ -414,13 +442,14 @@ class ElasticRounds:
             worker = self._workers[number]
             member = dataclasses.replace(self._join_of(number).member, rank=rank)
             worker.rank, worker.is_member, worker.member, worker.join = rank, True, member, None
-            worker.is_ready = True
+            worker.is_ready, worker.is_missed = True, False
             members.append(member)
         self.members = plan.members
         self._num_rounds += 1
         self._num_resets += self._has_loss
         self._has_loss = self._is_first = False
         self._shut_down.clear()
+        self._finished = ()
         self._has_changed = True
         return tuple(members)
 
@@ -467,6 +496,8 @@ class ElasticRounds:
             silent_s=(self._now_ns - worker.heard_ns) / 1e9,
             is_awaited=worker.is_member and worker.rank in late,
             ready_s=ready_s,
+            away_s=0.0 if stage is WorkerStage.READY else (self._now_ns - self._round_over_since_ns) / 1e9,
+            is_missed=worker.is_missed,
         )
 
     def _join_of(self, number: int) -> JoinRound:

@@ -12,6 +12,7 @@ protocol, and elastic_rounds keeps what is known about the workers.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from collections.abc import Sequence
@@ -43,9 +44,10 @@ class ElasticLimits:
     reset_limit: int | None = None
     """How many rounds may start because ranks were lost; None for any number."""
     timeout_s: float = 600.0
-    """How long a round may wait for enough ranks."""
+    """How long a round may wait for enough ranks, and for those that were in the one before."""
     suspend_s: float = 30.0
-    """A rank that others wait for and that has been silent for so long is left behind."""
+    """A rank that others wait for and that has been silent for so long is left behind. So is one that did not come to
+    an operation in time, and is not back so long after the round has ended because of that."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_ranks <= self.start_ranks:
@@ -79,6 +81,10 @@ class WorkerView:
     """Whether members have waited for it in an operation for long."""
     ready_s: float = 0.0
     """How long it has been READY."""
+    away_s: float = 0.0
+    """If it was in a round that is over, and is not READY for the next one: how long that round has been over."""
+    is_missed: bool = False
+    """Whether another member has left the round because this one did not come to an operation in time."""
 
 
 class PlanAction(enum.Enum):
@@ -131,7 +137,9 @@ class RoundPlan:
     num_ready: int = 0
     num_needed: int = 0
     left_behind: tuple[int, ...] = ()
-    """The numbers of workers that are suspended: they are lost from now on, and never come back."""
+    """The numbers of workers that are suspended or absent: they are lost from now on, and never come back."""
+    absent: tuple[int, ...] = ()
+    """Of these, the ones that were heard, and did not come back from the round before in time."""
     detail: str = ""
     """DISAGREEMENT: who differs in what, SAME_ERROR: the last error, as text for the user."""
 
@@ -193,6 +201,9 @@ class Membership:
     """Workers that have left a round because they were told to end (LeaveReason.PREEMPTED)."""
     unreachable: tuple[int, ...] = ()
     """Workers that were lost because of the network. Their processes may live, and are of no use any more."""
+    finished: tuple[int, ...] = ()
+    """Workers of the newest round that have finished training. What their scripts do behind it, such as saving the
+    model, no other worker makes up for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,32 +237,40 @@ def plan_round(
 ) -> RoundPlan:
     """Decide what happens next. `num_starting` processes are being started; `waited_s`: how long there has been no
     round."""
-    left_behind = _find_suspended(workers, limits, history)
+    suspended = _find_suspended(workers, limits, history)
+    absent = _find_absent([each for each in workers if each.number not in suspended], limits, history)
+    left_behind = tuple(sorted((*suspended, *absent)))
     present = [each for each in workers if each.number not in left_behind]
-    survivors = sorted((each for each in present if each.rank is not None), key=lambda each: each.rank or 0)
-    newcomers = [each for each in present if each.rank is None and _can_start(each)]
+    if any(each.rank is not None for each in workers if each.number in left_behind):
+        history = dataclasses.replace(history, has_loss=True)
+    plan = _plan_without_absent(present, limits, history, num_starting, waited_s)
+    return dataclasses.replace(plan, left_behind=left_behind, absent=absent)
+
+
+def _plan_without_absent(
+    workers: Sequence[WorkerView], limits: ElasticLimits, history: RoundHistory, num_starting: int, waited_s: float
+) -> RoundPlan:
+    """As plan_round(), when it is known who is left behind."""
+    survivors = sorted((each for each in workers if each.rank is not None), key=lambda each: each.rank or 0)
+    newcomers = [each for each in workers if each.rank is None and _can_start(each)]
     newcomers.sort(key=lambda each: each.number)
     if history.is_finished:
-        return RoundPlan(PlanAction.CONTINUE, PlanReason.FINISHED, left_behind=left_behind)
+        return RoundPlan(PlanAction.CONTINUE, PlanReason.FINISHED)
     num_members = sum(each.stage is WorkerStage.MEMBER for each in survivors)
     if num_members and num_members == history.num_members:
-        return _plan_change(num_members, newcomers, limits, num_starting, left_behind)
+        return _plan_change(num_members, newcomers, limits, num_starting)
     awaited = tuple(sorted(each.number for each in survivors if not _can_start(each)))
     if awaited:
-        return RoundPlan(PlanAction.WAIT, PlanReason.SURVIVORS, workers=awaited, left_behind=left_behind)
-    has_loss = history.has_loss or any(each.number in left_behind and each.rank is not None for each in workers)
-    if limits.reset_limit is not None and history.num_resets + has_loss > limits.reset_limit:
+        return RoundPlan(PlanAction.WAIT, PlanReason.SURVIVORS, workers=awaited)
+    if limits.reset_limit is not None and history.num_resets + history.has_loss > limits.reset_limit:
         limit, ready = limits.reset_limit, tuple(each.number for each in (*survivors, *newcomers))
-        return RoundPlan(
-            PlanAction.FAIL, PlanReason.RESET_LIMIT, workers=ready, num_needed=limit, left_behind=left_behind
-        )
+        return RoundPlan(PlanAction.FAIL, PlanReason.RESET_LIMIT, workers=ready, num_needed=limit)
     if history.num_errors >= MAX_ERRORS:
         return RoundPlan(
             PlanAction.FAIL,
             PlanReason.SAME_ERROR,
             workers=tuple(each.number for each in (*survivors, *newcomers)),
             num_needed=history.num_errors,
-            left_behind=left_behind,
             detail=history.last_error,
         )
     chosen = tuple([each.number for each in (*survivors, *newcomers)][: limits.max_ranks])
@@ -264,11 +283,10 @@ def plan_round(
             workers=chosen,
             num_ready=len(chosen),
             num_needed=needed,
-            left_behind=left_behind,
         )
     new = () if history.is_first else chosen[len(survivors) :]
     reason = PlanReason.STATE_LOST if history.state_is_lost else PlanReason.ENOUGH
-    return RoundPlan(PlanAction.START, reason, members=chosen, workers=new, left_behind=left_behind)
+    return RoundPlan(PlanAction.START, reason, members=chosen, workers=new)
 
 
 def next_change_s(workers: Sequence[WorkerView], limits: ElasticLimits, *, waited_s: float = 0.0) -> float:
@@ -276,6 +294,7 @@ def next_change_s(workers: Sequence[WorkerView], limits: ElasticLimits, *, waite
     limits_s = [
         *((each.silent_s, limit_s) for each in workers for limit_s in (QUIET_S, limits.suspend_s)),
         *((each.ready_s, JOIN_SETTLE_S) for each in workers if each.stage is WorkerStage.READY),
+        *((each.away_s, limit_s) for each in workers for limit_s in (limits.suspend_s, limits.timeout_s)),
         (waited_s, limits.timeout_s),
     ]
     return min((limit_s - now_s for now_s, limit_s in limits_s if now_s < limit_s), default=math.inf)
@@ -300,20 +319,32 @@ def _find_suspended(workers: Sequence[WorkerView], limits: ElasticLimits, histor
     )
 
 
+def _find_absent(workers: Sequence[WorkerView], limits: ElasticLimits, history: RoundHistory) -> tuple[int, ...]:
+    """The numbers of the workers that are heard, and have not come back in time from a round that is over: they hang,
+    or are busy with something else. When nobody is ready, nobody waits for them. A job that is finished has no further
+    round, and waits for what its workers do behind training."""
+    if history.is_finished or not any(_can_start(each) for each in workers):
+        return ()
+    return tuple(
+        sorted(
+            each.number
+            for each in workers
+            if each.away_s >= limits.timeout_s
+            or (each.is_missed and each.stage is WorkerStage.MEMBER and each.away_s >= limits.suspend_s)
+        )
+    )
+
+
 def _plan_change(
-    num_members: int,
-    newcomers: Sequence[WorkerView],
-    limits: ElasticLimits,
-    num_starting: int,
-    left_behind: tuple[int, ...],
+    num_members: int, newcomers: Sequence[WorkerView], limits: ElasticLimits, num_starting: int
 ) -> RoundPlan:
     """Decide whether the round under way, which nobody has left, is to end for newcomers."""
     num_free = max(0, limits.max_ranks - num_members) if limits.max_ranks is not None else None
     invited = newcomers[:num_free]
     numbers = tuple(each.number for each in invited)
     if not invited:
-        return RoundPlan(PlanAction.CONTINUE, PlanReason.COMPLETE, left_behind=left_behind)
+        return RoundPlan(PlanAction.CONTINUE, PlanReason.COMPLETE)
     has_room = num_free is None or len(invited) < num_free
     if num_starting and has_room and max(each.ready_s for each in invited) < JOIN_SETTLE_S:
-        return RoundPlan(PlanAction.CONTINUE, PlanReason.SETTLING, workers=numbers, left_behind=left_behind)
-    return RoundPlan(PlanAction.CHANGE, PlanReason.NEWCOMERS, workers=numbers, left_behind=left_behind)
+        return RoundPlan(PlanAction.CONTINUE, PlanReason.SETTLING, workers=numbers)
+    return RoundPlan(PlanAction.CHANGE, PlanReason.NEWCOMERS, workers=numbers)

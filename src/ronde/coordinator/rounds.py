@@ -92,6 +92,7 @@ _LEAVE_REASON_TEXTS = {
     LeaveReason.PREEMPTED: "it was told to go, and has left in good order",
     LeaveReason.FINISHED: "it has finished the job",
     LeaveReason.SUSPENDED: "it was silent for too long and was left behind",
+    LeaveReason.ABSENT: "it did not come back from a round that was over, and was left behind",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar, overload
 
 from ronde.comm.world import current_world, is_initialized, leave, rejoin
 from ronde.elastic.state import RoundChange, State, check_before_run, count_progress, running, running_state
-from ronde.errors import JobFinished, PeerLost, RoundEnded, StateLost
+from ronde.errors import JobFinished, OperationTimeout, PeerLost, RondeError, RoundEnded, StateLost
 from ronde.net.messages import LeaveReason
 from ronde.observe.events import RoundChanged
 
@@ -42,7 +42,8 @@ def run(train: Callable[..., Any], state: State | None = None, *args: Any, **kwa
 
     SIGTERM lets this rank leave after the step under way, and raises SystemExit: with 0 in an elastic job of `ronde
     run`, which goes on, else with 143. A second SIGTERM ends the process at once. Errors that no loss of a rank has
-    caused are raised, also OperationTimeout.
+    caused are raised. A rank that does not come to an operation within operation_s counts as lost, if it does not come
+    back.
     """
     if state is None:
 
@@ -70,12 +71,13 @@ def run(train: Callable[..., Any], state: State | None = None, *args: Any, **kwa
 def _run(train: Callable[[], Any], state: State, termination: TerminationSignal) -> Any:
     needs_round = current_world("ronde.elastic.run()").is_candidate
     noticed_ns, why = time.monotonic_ns(), "it is new"
+    timeout: RondeError | None = None
     result = None
     while True:
         try:
             if needs_round:
                 with termination.at_once():
-                    rejoin(progress=count_progress(state))
+                    rejoin(progress=count_progress(state), timeout=timeout)
                 joined_ns = time.monotonic_ns()
                 state.reset()
             state.sync()
@@ -91,7 +93,7 @@ def _run(train: Callable[[], Any], state: State, termination: TerminationSignal)
             logger.warning("%s: this process ends, and is started again", error)
             raise SystemExit(0) from None
         except RoundChange:
-            noticed_ns, why = time.monotonic_ns(), "ranks come or go"
+            noticed_ns, why, timeout = time.monotonic_ns(), "ranks come or go", None
         except Exception as raised:
             found = find_original(raised)
             if not is_loss(found):
@@ -100,7 +102,7 @@ def _run(train: Callable[[], Any], state: State, termination: TerminationSignal)
                 # SIGTERM to a process group ends the workers of a data loader, too; then the step cannot be finished.
                 logger.warning("leaving in the middle of a step, told to end by SIGTERM: %s", found)
                 leave_preempted()
-            noticed_ns, why = time.monotonic_ns(), str(found)
+            noticed_ns, why, timeout = time.monotonic_ns(), str(found), find_timeout(found)
             # Without the rank of this process and its operation: so `ronde run` shows equal lines of all ranks once.
             lost = f"rank {found.peer} is lost ({found.why})" if isinstance(found, PeerLost) else str(found)
             logger.warning("%s; training goes on", lost)
@@ -136,14 +138,25 @@ def find_original(error: Exception) -> Exception:
 
 def is_loss(error: Exception) -> bool:
     """Whether the error, or the one from which user code has raised it, says that this round has lost a rank or is
-    over. An operation in a group of an earlier round also ends with RoundEnded, or with the PeerLost of that round;
-    another round would not mend that."""
+    over, or that a rank did not come to an operation in time. An operation in a group of an earlier round also ends
+    with RoundEnded, or with the PeerLost of that round; another round would not mend that."""
     error = find_original(error)
+    if find_timeout(error) is not None:
+        return is_initialized() and current_world().can_rejoin
     found = error if isinstance(error, RoundEnded) else error.__cause__
     if not isinstance(found, RoundEnded) or not is_initialized():
         return False
     world = current_world()
     return world.can_rejoin and (world.is_over or world.has_lost_peer)
+
+
+def find_timeout(error: Exception) -> RondeError | None:
+    """The error, or the one from which user code has raised it, if ranks did not come to an operation in time, here or
+    on another rank. Its `missing` are these ranks, or all others when they are not known."""
+    found = error if isinstance(error, RondeError) else error.__cause__
+    if isinstance(found, OperationTimeout) and not found.missing and is_initialized():
+        found.missing = current_world().missing_ranks()
+    return found if isinstance(found, OperationTimeout | RoundEnded) and found.missing else None
 
 
 def leave_preempted() -> NoReturn:

@@ -182,6 +182,11 @@ class AbortChannel(WorkerMessage, frozen=True):
     reason: str = ""
 
 
+class TrainingFinished(WorkerMessage, frozen=True):
+    """The rank of an elastic job is through the barrier at the end of training. What its script does from now on, such
+    as saving the model, no other rank makes up for."""
+
+
 class LeaveReason(enum.IntEnum):
     """How a rank's membership in a round ended. A worker sends one of the first five; the rest is found out."""
 
@@ -198,6 +203,7 @@ class LeaveReason(enum.IntEnum):
     PREEMPTED = 10  # sent by a worker of an elastic job that was told to go (SIGTERM) and does not come back
     FINISHED = 11  # sent by a worker of an elastic job when all members have finished it
     SUSPENDED = 12  # it was silent for too long while others waited, and was left behind
+    ABSENT = 13  # it was heard, but did not come back from a round that was over, and was left behind
 
     @property
     def is_orderly(self) -> bool:
@@ -217,7 +223,7 @@ class LeaveRound(WorkerMessage, frozen=True):
     detail: str = ""
     """What happened, as text for the user."""
     missing: tuple[int, ...] = ()
-    """The ranks that the operation waited for when it timed out."""
+    """The ranks that the operation waited for when it timed out; also of a rank that is REJOINING because of that."""
     line: str = ""
     """The line of the user's code where the error was raised."""
     lost_peer: int | None = None

@@ -3,7 +3,8 @@
 TEST_EVENTS is a list of [who, position, what]: `who` is "worker 1", a process of its own, or "rank 0", whoever that is
 then; when training has come to this position, it kills or stops itself, waits until it knows that the round is to
 change (unless it is one of so many ranks already), waits for a file, or writes one that `ronde run` watches. Before
-training the position is -1. At its end a worker prints its rank and the sizes of the rounds that it was in.
+training the position is -1, and behind it the number of samples. At its end a worker prints its rank and the sizes of
+the rounds that it was in.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def main() -> list[int]:
         print(f"restored at {state.position}", flush=True)
     act(state, -1, seen)
     ronde.elastic.run(train, state, sizes, seen)
+    act(state, NUM_SAMPLES, seen)
     if sizes:  # otherwise it came when all was done
         assert state.weights.values.tolist() == [1.0] * NUM_SAMPLES, state.weights.values
         print(f"done as rank {ronde.rank()} of {sizes}", flush=True)

@@ -87,7 +87,7 @@ class Action(NamedTuple):
     number: int = -1
 
 
-FAULTS = ("kill", "kill leaving", "suspend", "preempt", "add")
+FAULTS = ("kill", "kill leaving", "suspend", "hang", "preempt", "add")
 
 
 @dataclass
@@ -104,6 +104,8 @@ class Worker:
     sender: str = ""
     inbox: list[CoordinatorMessage] = field(default_factory=list)
     is_suspended: bool = False
+    hangs: bool = False
+    """Whether its program is stuck in something that is not ronde's. It is heard."""
     knows_loss: bool = False
     wants_change: bool = False
     is_preempted: bool = False
@@ -186,6 +188,7 @@ class ElasticModel:
                 worker.is_member,
                 worker.join is not None,
                 min(elastic._now_ns - worker.heard_ns, int(SUSPEND_S * S)) if self.workers[number].is_suspended else 0,
+                worker.is_missed,
             )
             for number, worker in sorted(elastic._workers.items())
         )
@@ -199,7 +202,7 @@ class ElasticModel:
         workers = tuple(
             (
                 *(worker.stage, worker.round, worker.num_collectives, worker.history, worker.is_suspended),
-                *(worker.knows_loss, worker.wants_change, worker.is_preempted, worker.is_fresh),
+                *(worker.knows_loss, worker.wants_change, worker.is_preempted, worker.is_fresh, worker.hangs),
                 *(worker.disconnect_unseen, worker.exit_unseen, tuple(map(repr, worker.inbox))),
             )
             for worker in self.workers
@@ -222,7 +225,7 @@ class ElasticModel:
                 found.append(Action("see disconnect", number))
             if worker.exit_unseen:
                 found.append(Action("see exit", number))
-            if worker.is_suspended or worker.stage in ENDED:
+            if worker.is_suspended or worker.hangs or worker.stage in ENDED:
                 continue
             if worker.stage is Stage.COMPUTING:
                 found.append(Action("contribute", number))
@@ -230,6 +233,8 @@ class ElasticModel:
                 found.append(Action("finish", number))
             if worker.stage in IN_ROUND and worker.knows_loss:
                 found.append(Action("abandon", number))
+            if worker.stage is Stage.WAITING and any(self.workers[other].hangs for other in self._missing(worker)):
+                found.append(Action("time out", number))
             if worker.inbox and worker.stage in IN_ROUND:
                 found.append(Action("hear of newcomers", number))
             if worker.stage is Stage.LEFT:
@@ -239,8 +244,8 @@ class ElasticModel:
         return found
 
     def slow_actions(self) -> list[Action]:
-        """What happens to suspended workers."""
-        suspended = [worker for worker in self.workers if worker.is_suspended]
+        """What happens to suspended workers, and to those that hang."""
+        suspended = [worker for worker in self.workers if worker.is_suspended or worker.hangs]
         found = [Action("wake", worker.number) for worker in suspended]
         if any(worker.number in self.elastic._workers for worker in suspended):
             found.append(Action("a long time passes"))
@@ -254,8 +259,10 @@ class ElasticModel:
             found.append(Action("kill", worker.number))
             if worker.stage in IN_ROUND and not worker.is_suspended and worker.knows_loss:
                 found.append(Action("kill leaving", worker.number))
-            if not worker.is_suspended:
+            if not (worker.is_suspended or worker.hangs):
                 found.append(Action("suspend", worker.number))
+                if worker.stage is Stage.COMPUTING:
+                    found.append(Action("hang", worker.number))
             if not worker.is_preempted and worker.stage in IN_ROUND:
                 found.append(Action("preempt", worker.number))
         return found
@@ -275,12 +282,14 @@ class ElasticModel:
                 "contribute": self._contribute,
                 "finish": self._finish,
                 "abandon": lambda worker: self._leave(worker, LeaveReason.REJOINING),
+                "time out": self._time_out,
                 "hear of newcomers": self._hear_of_newcomers,
                 "connect": self._connect,
                 "wake": self._wake,
                 "kill": self._kill,
                 "kill leaving": self._kill_leaving,
                 "suspend": lambda worker: setattr(worker, "is_suspended", True),
+                "hang": lambda worker: setattr(worker, "hangs", True),
                 "preempt": self._preempt,
             }
             actions[action.name](self.workers[action.number])
@@ -291,6 +300,15 @@ class ElasticModel:
     def _is_complete(self, worker: Worker) -> bool:
         given = self.contributions.get((worker.round, worker.num_collectives), {})
         return set(worker.members) <= given.keys()
+
+    def _missing(self, worker: Worker) -> list[int]:
+        """The workers that have not contributed to what this one waits in."""
+        given = self.contributions.get((worker.round, worker.num_collectives), {})
+        return [other.number for other in self.workers if other.identity in {*worker.members} - given.keys()]
+
+    def _time_out(self, worker: Worker) -> None:
+        missing = tuple(worker.members.index(self.workers[number].identity) for number in self._missing(worker))
+        self._leave(worker, LeaveReason.REJOINING, missing)
 
     def _contribute(self, worker: Worker) -> None:
         given = self.contributions.setdefault((worker.round, worker.num_collectives), {})
@@ -315,12 +333,12 @@ class ElasticModel:
         if any(given[identity] for identity in worker.members):
             self._leave(worker, LeaveReason.PREEMPTED if worker.is_preempted else LeaveReason.REJOINING)
 
-    def _leave(self, worker: Worker, reason: LeaveReason) -> None:
+    def _leave(self, worker: Worker, reason: LeaveReason, missing: tuple[int, ...] = ()) -> None:
         ends = {LeaveReason.FINISHED: Stage.DONE, LeaveReason.PREEMPTED: Stage.PREEMPTED}
         worker.stage = ends.get(reason, Stage.LEFT)
         worker.inbox.clear()
         round, worker.knows_loss, worker.wants_change = worker.round, False, worker.is_preempted
-        self._send(worker, LeaveRound(reason), round)
+        self._send(worker, LeaveRound(reason, missing=missing), round)
         if worker.stage in ENDED:
             worker.exit_unseen = True
 
@@ -367,7 +385,7 @@ class ElasticModel:
     def _kill(self, worker: Worker) -> None:
         worker.disconnect_unseen = worker.stage in (*IN_ROUND, Stage.JOINING)
         worker.exit_unseen = True
-        worker.stage, worker.is_suspended = Stage.DEAD, False
+        worker.stage, worker.is_suspended, worker.hangs = Stage.DEAD, False, False
         worker.inbox.clear()
 
     def _kill_leaving(self, worker: Worker) -> None:
@@ -392,7 +410,7 @@ class ElasticModel:
         worker.is_preempted = worker.wants_change = True
 
     def _wake(self, worker: Worker) -> None:
-        worker.is_suspended = False
+        worker.is_suspended = worker.hangs = False
         messages, worker.inbox = worker.inbox, []
         for message in messages:
             self._receive(worker, message)
@@ -513,9 +531,11 @@ class ElasticModel:
 
     def describe_unfinished(self) -> str:
         """What is wrong if nothing more happens; empty if nothing is."""
-        unfinished = [worker for worker in self.workers if worker.stage not in ENDED and not worker.is_suspended]
-        members = [self.workers[number] for number, known in self.elastic._workers.items() if known.is_member]
-        if members and all(worker.is_suspended for worker in members):
+        stuck = [worker for worker in self.workers if worker.is_suspended or worker.hangs]
+        unfinished = [worker for worker in self.workers if worker.stage not in ENDED and worker not in stuck]
+        known = [worker for worker in self.elastic._workers.values() if worker.is_member]
+        is_missed = any(worker.is_missed for worker in known)
+        if known and all(self.workers[worker.number] in stuck for worker in known) and not is_missed:
             return ""  # newcomers wait until they wake: they alone hold the state of training
         if unfinished:
             return f"these workers wait for ever: {unfinished}; {self.core._membership}"

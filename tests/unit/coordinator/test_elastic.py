@@ -37,6 +37,7 @@ from ronde.net.messages import (
     RunOperations,
     StackReply,
     StackRequest,
+    TrainingFinished,
     WaitingTooLong,
 )
 from ronde.observe.stacks import RankStack
@@ -435,6 +436,22 @@ def test_when_a_member_has_finished_the_job_nobody_has_anything_to_do_any_more()
     assert script.membership.num_rounds == 1
 
 
+def test_who_has_finished_training_is_told_apart_from_who_was_lost_in_the_last_barrier() -> None:
+    script = ElasticScript(3)
+    script.start(0, 1, 2)
+    script.send(0, TrainingFinished())
+    script.advance()
+    told = script.membership
+    assert told.finished == (0,) and not told.is_finished
+    script.die(1)
+    script.advance(1)
+    script.leave(0, reason=LeaveReason.FINISHED)
+    script.leave(2)
+    assert script.ask(2, ready=True).refusal_kind is RefusalKind.FINISHED
+    script.advance()
+    assert script.membership.is_finished and script.membership.finished == (0, 2), "worker 2 has heard of it"
+
+
 def test_a_worker_that_is_back_when_another_one_finishes_the_job_is_told_so() -> None:
     script = ElasticScript(3)
     script.start(0, 1, 2)
@@ -466,6 +483,78 @@ def test_all_that_shut_down_may_begin_anew_together() -> None:
     assert not script.has(1, RoundStarted), "it did not wait for the other one"
     script.enter(0, ready=False)
     script.take_start(0, 1)
+
+
+# --- workers that hang -----------------------------------------------------------------------------------------------
+
+
+def time_out(script: ElasticScript, *numbers: int, missing: int) -> None:
+    """These members leave the round because the missing one did not come to an operation, and come back."""
+    rank = script.membership.members.index(missing)
+    for number in numbers:
+        script.send(number, LeaveRound(LeaveReason.REJOINING, "allreduce did not finish within 6 s", (rank, 99, -1)))
+    script.enter(*numbers, progress=7)
+
+
+def test_a_member_that_hangs_is_left_behind_when_others_have_waited_for_it_in_an_operation() -> None:
+    script = ElasticScript(3, suspend_s=10, timeout_s=100)
+    script.start(0, 1, 2)
+    time_out(script, 0, 2, missing=1)
+    script.advance(9)
+    assert script.membership.plan.workers == (1,) and script.take(1, RankLost)
+    script.advance(2)
+    script.take_start(0, 2)
+    assert [told.plan.absent for told in script.told if told.plan.absent] == [(1,)]
+    assert "did not come back from a round that was over" in script.take(1, EndRound).reason
+    admission = script.ask(1, ready=True)
+    assert (admission.status, admission.refusal_kind) == (AdmissionStatus.REFUSED, RefusalKind.LEFT_BEHIND)
+
+
+def test_members_that_were_waited_for_in_vain_and_come_back_are_in_the_next_round() -> None:
+    """Each of them waited for the other one."""
+    script = ElasticScript(2, suspend_s=10)
+    for progress in range(3):
+        if progress == 0:
+            script.start(0, 1)
+        script.send(0, LeaveRound(LeaveReason.REJOINING, "it waited for rank 1", (1,)))
+        script.send(1, LeaveRound(LeaveReason.REJOINING, "it waited for rank 0", (0,)))
+        script.enter(0, 1, progress=4)
+        if progress < 2:
+            script.take_start(0, 1)
+    plan = script.membership.plan
+    assert (plan.action, plan.reason) == (PlanAction.FAIL, PlanReason.SAME_ERROR), "that would never end"
+    assert plan.detail.startswith("it waited for rank")
+
+
+def test_a_member_that_is_busy_after_a_loss_is_waited_for_and_not_for_ever() -> None:
+    script = ElasticScript(3, suspend_s=10, timeout_s=100)
+    script.start(0, 1, 2)
+    script.die(1)
+    script.advance(0.3)
+    change_round(script, 2)
+    script.advance(95)
+    assert (script.membership.plan.reason, script.membership.plan.workers) == (PlanReason.SURVIVORS, (0,))
+    assert not script.has(2, JoinRefused)
+    script.advance(6)
+    script.take_start(2)
+    assert (0,) in [told.plan.absent for told in script.told] and script.membership.num_resets == 1
+
+
+def test_a_busy_member_that_nobody_waits_for_stays() -> None:
+    script = ElasticScript(2, suspend_s=10, timeout_s=100)
+    script.start(0, 1)
+    script.die(1)
+    script.advance(1000)
+    change_round(script, 0)
+    script.take_start(0)
+
+
+def test_what_members_do_behind_training_may_take_long() -> None:
+    script = ElasticScript(2, suspend_s=10, timeout_s=100)
+    script.start(0, 1)
+    script.leave(1, reason=LeaveReason.FINISHED)
+    script.advance(1000)
+    assert not any(told.plan.left_behind for told in script.told)
 
 
 # --- suspended workers -----------------------------------------------------------------------------------------------

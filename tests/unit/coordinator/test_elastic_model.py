@@ -80,6 +80,9 @@ def _first_independent(actions: list[Action], faults: tuple[str, ...]) -> list[A
     ("num_workers", "faults", "min_states"),
     [
         (2, ("suspend",), 400),
+        (2, ("hang",), 300),
+        (2, ("hang", "suspend"), 300),
+        (3, ("hang",), 300),
         (2, ("kill", "kill"), 900),
         (2, ("kill", "kill leaving"), 300),
         (2, ("kill", "suspend"), 2000),

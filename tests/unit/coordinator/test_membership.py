@@ -25,6 +25,7 @@ from ronde.coordinator.membership import (
 )
 
 SUSPEND_S = 30.0
+TIMEOUT_S = 60.0
 TIMES_S = st.sampled_from([0.0, JOIN_SETTLE_S, QUIET_S - 0.5, QUIET_S, 29.0, SUSPEND_S, 31.0])
 
 
@@ -42,9 +43,11 @@ class Case:
         )
 
     def later(self, seconds: float) -> Case:
+        is_over = sum(each.stage is WorkerStage.MEMBER for each in self.workers) < self.history.num_members
         workers = tuple(
             dataclasses.replace(
                 each,
+                away_s=each.away_s + seconds if is_over and each.stage is not WorkerStage.READY else 0.0,
                 silent_s=each.silent_s + seconds,
                 ready_s=each.ready_s + seconds if each.stage is WorkerStage.READY else 0.0,
             )
@@ -67,13 +70,21 @@ def cases(draw: st.DrawFn) -> Case:
             workers.append(WorkerView(number, stage, rank, silent_s, is_awaited and is_member, ready_s))
     for number in range(num_members, num_members + draw(st.integers(0, 4))):
         workers.append(WorkerView(number, WorkerStage.READY, None, draw(TIMES_S), False, draw(TIMES_S)))
+    if sum(each.stage is WorkerStage.MEMBER for each in workers) < num_members:
+        away_s = draw(st.sampled_from([0.0, 29.0, SUSPEND_S, 59.0, TIMEOUT_S]))
+        workers = [
+            dataclasses.replace(each, away_s=away_s, is_missed=each.rank is not None and draw(st.booleans()))
+            if each.stage is not WorkerStage.READY
+            else each
+            for each in workers
+        ]
     start = draw(st.integers(1, 5))
     limits = ElasticLimits(
         start_ranks=start,
         min_ranks=draw(st.integers(1, start)),
         max_ranks=draw(st.one_of(st.none(), st.integers(max(start, num_members), 8))),
         reset_limit=draw(st.one_of(st.none(), st.integers(0, 2))),
-        timeout_s=60.0,
+        timeout_s=TIMEOUT_S,
         suspend_s=SUSPEND_S,
     )
     history = RoundHistory(
@@ -111,12 +122,18 @@ def test_a_round_starts_with_survivors_in_their_order_then_newcomers_within_the_
 
 
 @given(cases())
-def test_only_silent_workers_that_somebody_waits_for_are_left_behind(case: Case) -> None:
+def test_only_workers_that_are_silent_or_away_while_somebody_waits_are_left_behind(case: Case) -> None:
     plan = case.plan()
     by_number = {worker.number: worker for worker in case.workers}
     members = [worker for worker in case.workers if worker.stage is WorkerStage.MEMBER]
     is_whole = len(members) == case.history.num_members and not case.history.is_finished
-    for number in plan.left_behind:
+    assert set(plan.absent) <= set(plan.left_behind)
+    for number in plan.absent:
+        worker = by_number[number]
+        assert worker.stage is not WorkerStage.READY and not is_whole and not case.history.is_finished
+        assert worker.away_s >= (SUSPEND_S if worker.is_missed else TIMEOUT_S)
+        assert any(each.stage is WorkerStage.READY for each in case.workers), "nobody waits for it"
+    for number in set(plan.left_behind) - set(plan.absent):
         worker = by_number[number]
         assert worker.silent_s >= SUSPEND_S
         assert worker.is_awaited or worker.stage is not WorkerStage.MEMBER or not is_whole
@@ -145,6 +162,8 @@ def test_who_waits_knows_for_whom_and_not_for_ever(case: Case) -> None:
     for number in plan.workers if plan.reason is PlanReason.SURVIVORS else ():
         [worker] = (each for each in case.workers if each.number == number)
         assert worker.silent_s < SUSPEND_S
+        somebody_waits = any(each.stage is WorkerStage.READY and each.silent_s < QUIET_S for each in case.workers)
+        assert worker.away_s < TIMEOUT_S or not somebody_waits
 
 
 @given(cases(), st.randoms())

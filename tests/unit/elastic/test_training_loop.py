@@ -17,7 +17,16 @@ import ronde
 from ronde.comm.world import World, current_world
 from ronde.elastic import RoundChange, State, training_loop
 from ronde.elastic.training_loop import TerminationSignal, is_loss
-from ronde.errors import JobFinished, LeftBehind, OperationTimeout, PeerLost, RoundEnded, StartFailed, StateLost
+from ronde.errors import (
+    JobFinished,
+    LeftBehind,
+    OperationTimeout,
+    PeerLost,
+    RondeError,
+    RoundEnded,
+    StartFailed,
+    StateLost,
+)
 from ronde.net.messages import LeaveReason
 from tests.unit.elastic.thread_states import Weights, part_of, run_ranks
 
@@ -41,11 +50,13 @@ class Rounds:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | Callable[[], object] | None) -> None:
         self.num_joined = 0
+        self.missing: list[tuple[int, ...]] = []
         self._outcomes = list(outcomes)
         monkeypatch.setattr("ronde.elastic.training_loop.rejoin", self._rejoin)
 
-    def _rejoin(self, *, progress: int) -> None:
+    def _rejoin(self, *, progress: int, timeout: RondeError | None) -> None:
         self.num_joined += 1
+        self.missing.append(timeout.missing if timeout is not None else ())
         outcome = self._outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
@@ -113,12 +124,24 @@ class FrameworkError(Exception):
 
 def test_a_loss_inside_of_an_error_of_a_framework_is_a_loss(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_loop, "_error_finders", [])
-    script = Script(FrameworkError("lost"), "done", FrameworkError("other"))
+    script = Script(FrameworkError("lost"), "done")
     training_loop.register_error_finder(lambda error: LOST if str(error) == "lost" else None)
     rounds, state = Rounds(monkeypatch, None), State(weights=Weights())
     assert ronde.elastic.run(script, state) == "done" and rounds.num_joined == 1
-    with pytest.raises(FrameworkError, match="other"):
-        ronde.elastic.run(script, state)
+    assert not is_loss(FrameworkError("other"))
+
+
+@pytest.mark.parametrize("kind", [OperationTimeout, RoundEnded])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_rank_that_does_not_come_to_an_operation_in_time_is_named_and_training_goes_on(
+    kind: type[RondeError], is_wrapped: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = kind("rank 3 did not come in time")
+    late.missing = (3,)
+    script = Script(wrapped(late) if is_wrapped else late, RoundChange(), "done")
+    rounds, state = Rounds(monkeypatch, None, None), State(weights=Weights())
+    assert ronde.elastic.run(script, state) == "done"
+    assert rounds.missing == [(3,), ()], "only once"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ from ronde.net.messages import (
     TimelineRequest,
     TraceBatch,
     TraceFlushed,
+    TrainingFinished,
     UnknownOperationId,
     WaitingTooLong,
     WorkerMessage,
@@ -81,6 +82,7 @@ WORKER: list[WorkerMessage] = [
     TraceFlushed(),
     ActivityReport(activity=READING, arrivals=(ARRIVALS,)),
     AbortChannel("0.ordered", 3, 1, 110, "cut"),
+    TrainingFinished(),
     LeaveRound(LeaveReason.FAILED, "ValueError"),
 ]
 COORDINATOR: list[CoordinatorMessage] = [

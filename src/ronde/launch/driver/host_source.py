@@ -27,8 +27,9 @@ class HostSource(Protocol):
         """How long to wait before hosts() is called again; None when the answer never changes."""
 
     def hosts(self) -> tuple[Host, ...]:
-        """Return the hosts that the job may use now, in the order in which they are to be filled; none is an answer,
-        too. StartFailed when they are not known. Called in a thread of its own, and may wait."""
+        """Return the hosts that the job may use now, in the order in which they are to be filled. No host is an
+        answer at first; once there were hosts it is taken for an error. StartFailed when the hosts are not known.
+        Called in a thread of its own, and may wait."""
 
     def close(self) -> None:
         """Let a call of hosts() that is under way end soon. Called in another thread; idempotent."""

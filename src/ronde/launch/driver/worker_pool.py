@@ -101,7 +101,8 @@ class WorkerPool:
         """By number, in the order in which they came."""
         self._leaving: set[int] = set()
         """Workers that were told to leave, by the driver or by the agents of their hosts."""
-        self._left_behind: set[int] = set()
+        self._left_behind: dict[int, str] = {}
+        """The workers that the coordinator has left behind, and why."""
         self._killed: set[int] = set()
         """Workers that were killed because the coordinator had lost them."""
         self._num_done = 0
@@ -121,7 +122,11 @@ class WorkerPool:
     # --- what happens ----------------------------------------------------------------------------------------------
 
     def handle_hosts(self, hosts: tuple[Host, ...]) -> None:
-        """The source of hosts has a new answer."""
+        """The source of hosts has a new answer. Once there were hosts, an empty one is taken for an error: all workers
+        would have to leave, and the state of training with them."""
+        if not hosts and self._slots.hosts:
+            self.handle_source_error(StartFailed("the source of hosts names none"))
+            return
         self._slots.hosts = hosts
         num_slots, num_needed = sum(host.slots for host in hosts), self._limits.start_ranks
         if not self._has_begun and num_slots < num_needed:
@@ -168,7 +173,9 @@ class WorkerPool:
         """The coordinator has started a round, or has another plan."""
         before, self._membership = self._membership, membership
         plan = membership.plan
-        self._left_behind.update(plan.left_behind)
+        for number in plan.left_behind:
+            why = "did not come back from the round before" if number in plan.absent else "was silent for too long"
+            self._left_behind[number] = f"{why} and was left behind"
         # None of them can come back. A process that lives keeps its slot, perhaps for long, if its script is busy.
         useless = {*plan.left_behind, *membership.unreachable} - self._killed
         if useless:
@@ -185,6 +192,8 @@ class WorkerPool:
         if membership.is_finished and not before.is_finished:  # those that have not joined are not needed any more
             late = [number for number in self._supervisor.running if number not in membership.members]
             self._supervisor.ask_to_end(late, signal.SIGTERM)
+        if self._has_failed_behind_training():  # its exit was reported before
+            self._supervisor.end_job(TerminationEvent.RANK_FAILED)
         self._fail_if_abandoned()
         self._finish_if_done()
         self.schedule_update()
@@ -193,9 +202,7 @@ class WorkerPool:
         number = rank_exit.rank
         self._exits[number] = rank_exit
         self._first_ranks.pop(number, None)
-        is_failure = self._is_own_failure(rank_exit) and (
-            not self._has_begun or (self._membership.is_finished and number in self._membership.members)
-        )
+        is_failure = self._is_own_failure(rank_exit) and not self._has_begun
         is_done = not self._has_begun and rank_exit.exit_code == 0 and number not in self._leaving
         self._num_done += is_done
         with_host = rank_exit.reason is ExitReason.HOST_LOST
@@ -211,6 +218,8 @@ class WorkerPool:
         if is_failure:
             self._failed_exits.append(rank_exit)
             return TerminationEvent.STOP_REQUESTED  # nobody tells the others
+        if self._has_failed_behind_training():
+            return TerminationEvent.RANK_FAILED
         if self._has_failed():
             self._failed_exits += [self._exits[member] for member in self._membership.members]
             return TerminationEvent.STOP_REQUESTED
@@ -253,8 +262,9 @@ class WorkerPool:
         self._update_scheduled = False
         if self._timer is not None:
             self._timer.cancel()
-        if self._supervisor.is_ending or self.is_finished or self._membership.is_finished:
-            return
+        has_trained = self._membership.is_finished or bool(self._membership.finished)
+        if self._supervisor.is_ending or self.is_finished or has_trained:
+            return  # nobody has to come any more, and whoever has to go may be saving the model
         now_s = self._clock()
         running = [number for number in self._membership.members if number in self._supervisor.running]
         holders_s = {number: self._holds_state_s.get(number, now_s) for number in running}
@@ -351,6 +361,21 @@ class WorkerPool:
         is_lost = rank_exit.reason in (ExitReason.HOST_LOST, ExitReason.OOM_KILLED)
         return rank_exit.exit_code > 0 and not is_lost and not rank_exit.requested
 
+    def _has_failed_behind_training(self) -> bool:
+        """Whether a worker that has finished training has ended otherwise than with code 0, and was not told to end by
+        the driver: nobody makes up for what it has not done. One that was lost in the barrier at the end of training
+        has not finished it; the others did its work."""
+        if self._supervisor.is_ending or self._failed_exits:
+            return False
+        finished = self._membership.finished
+        for number in self._membership.members:
+            rank_exit = self._exits.get(number)
+            if rank_exit is None or rank_exit.exit_code == 0 or rank_exit.requested:
+                continue
+            if number in finished or (self._membership.is_finished and self._is_own_failure(rank_exit)):
+                self._failed_exits.append(rank_exit)
+        return bool(self._failed_exits)
+
     def _has_failed(self) -> bool:
         """Whether nobody is left who could go on: all members have failed by themselves, or one because another was
         lost. That is a script that does not train with ronde.elastic.run, and no other worker could join it."""
@@ -414,7 +439,7 @@ class WorkerPool:
     def _describe_end(self, number: int) -> str:
         rank_exit = self._exits.get(number)
         if number in self._left_behind:
-            return "was silent for too long and was left behind"
+            return self._left_behind[number]
         if number in self._membership.unreachable:
             return "could not be reached"
         if number in self._membership.preempted:

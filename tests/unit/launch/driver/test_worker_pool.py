@@ -320,13 +320,17 @@ def test_the_late_word_of_an_agent_that_was_removed_does_not_stop_the_next_one_o
 
 
 def test_workers_that_are_left_behind_are_killed_once(training: Scene) -> None:
-    plan = RoundPlan(PlanAction.WAIT, PlanReason.SURVIVORS, workers=(0,), left_behind=(1,))
+    plan = RoundPlan(PlanAction.WAIT, PlanReason.SURVIVORS, workers=(0,), left_behind=(1, 2), absent=(2,))
     training.tell((0, 1, 2), plan)
     training.tell((0, 1, 2), plan)
-    assert training.signals() == [SignalRanks((1,), signal.SIGKILL)]
+    assert training.signals() == [SignalRanks((1,), signal.SIGKILL), SignalRanks((2,), signal.SIGKILL)]
     training.exit(1, -9)
-    training.begin_round(0, 2)
+    training.exit(2, -9)
+    training.begin_round(0)
     assert "worker 1 on host a was silent for too long and was left behind" in training.sink.messages[-1]
+    assert (
+        "worker 2 on host b did not come back from the round before and was left behind" in training.sink.messages[-1]
+    )
 
 
 def test_workers_that_cannot_be_reached_are_killed_so_that_their_slots_are_free(training: Scene) -> None:
@@ -379,6 +383,44 @@ def test_a_failure_of_a_member_behind_the_end_is_that_of_the_job(training: Scene
     for lost in (None, (7, MembershipEnd(LeaveReason.PROCESS_ENDED))):  # a rank of a round that is not known here
         result = training.result(lost)
         assert (result.exit_code, result.first_failed_rank) == (5, 0)
+
+
+@pytest.mark.parametrize("is_reported_first", [False, True])
+@pytest.mark.parametrize(
+    ("code", "reason"), [(-9, ExitReason.EXITED), (-15, ExitReason.EXITED), (-9, ExitReason.OOM_KILLED)]
+)
+def test_a_worker_that_is_killed_behind_training_fails_the_job(
+    training: Scene, code: int, reason: ExitReason, is_reported_first: bool
+) -> None:
+    if not is_reported_first:
+        training.tell((0, 1, 2), finished=(0, 1, 2))
+    training.exit(0, code, reason)
+    if is_reported_first:
+        training.tell((0, 1, 2), finished=(0, 1, 2))
+    assert training.is_ending() and not training.signals(), "the others may be saving something, too"
+    training.tell((0, 1, 2), finished=(0, 1, 2), is_finished=True)
+    training.exit(1, 0)
+    training.exit(2, 0)
+    for number in training.running():
+        training.exit(number, -15)
+    result = training.result((0, MembershipEnd(LeaveReason.PROCESS_ENDED)))
+    assert training.supervisor.finished and (result.exit_code, result.first_failed_rank) == (128 - code, 0)
+
+
+def test_a_worker_that_was_killed_in_the_barrier_at_the_end_of_training_is_no_failure(training: Scene) -> None:
+    training.tell((0, 1, 2), finished=(0, 2))
+    training.exit(1, -9)
+    training.tell((0, 1, 2), finished=(0, 2), is_finished=True)
+    training.exit(0, 0)
+    training.exit(2, 0)
+    assert training.is_finished() and training.running() == [] and training.result().exit_code == 0
+
+
+def test_behind_training_nobody_is_asked_to_leave_or_started(training: Scene) -> None:
+    training.tell((0, 1, 2), finished=(0, 1, 2))
+    training.pool.handle_hosts((Host("c", 2),))
+    training.turn()
+    assert training.signals() == [] and training.agents.names == ["a", "b"]
 
 
 def test_a_worker_that_leaves_before_the_first_round_while_others_wait_for_it_ends_the_job(scene: Scene) -> None:
@@ -479,6 +521,18 @@ def test_nothing_is_started_while_the_job_is_being_ended(training: Scene) -> Non
     training.exit(0, 1)
     training.later(1000.0)
     assert sum(isinstance(message, StartRanks) for _, message in training.sent) == num_starts
+
+
+def test_an_answer_without_hosts_is_told_as_an_error_and_nobody_has_to_leave(training: Scene) -> None:
+    training.pool.handle_hosts(())
+    training.later(100.0)
+    assert training.signals() == [] and training.running() == [0, 1, 2]
+    assert training.sink.messages[-1] == (
+        "the source of hosts names none; the job goes on with the hosts that it knows"
+    )
+    training.pool.handle_hosts((Host("a", 2),))
+    training.turn()
+    assert training.signals() == [SignalRanks((2,), signal.SIGTERM)], "the next answer counts"
 
 
 def test_an_error_of_the_source_is_told_and_changes_nothing(training: Scene) -> None:
