@@ -18,10 +18,15 @@ from ronde.elastic.state import RoundChange, State, check_before_run, count_prog
 from ronde.errors import JobFinished, OperationTimeout, PeerLost, RondeError, RoundEnded, StateLost
 from ronde.net.messages import LeaveReason
 from ronde.observe.events import RoundChanged
+from ronde.types import Deadline
 
 _Result = TypeVar("_Result")
 
 logger = logging.getLogger("ronde.elastic")
+
+LOSS_REPORT_S = 1.0
+"""The error of an operation may be raised before it is known everywhere in this process that a rank is lost."""
+LOSS_CHECK_S = 0.01
 
 
 @overload
@@ -147,7 +152,14 @@ def is_loss(error: Exception) -> bool:
     if not isinstance(found, RoundEnded) or not is_initialized():
         return False
     world = current_world()
-    return world.can_rejoin and (world.is_over or world.has_lost_peer)
+    if not world.can_rejoin:
+        return False
+    deadline = Deadline(LOSS_REPORT_S if isinstance(found, PeerLost) else 0.0)
+    while not (world.is_over or world.has_lost_peer):
+        if deadline.expired:
+            return False
+        time.sleep(LOSS_CHECK_S)
+    return True
 
 
 def find_timeout(error: Exception) -> RondeError | None:
