@@ -28,6 +28,7 @@ from ronde.errors import (
     StateLost,
 )
 from ronde.net.messages import LeaveReason
+from tests.limits import PATIENCE_S
 from tests.unit.elastic.thread_states import Weights, part_of, run_ranks
 
 LOST = PeerLost(rank=0, peer=1, why="killed by SIGKILL")
@@ -170,16 +171,20 @@ def test_an_operation_of_an_earlier_round_is_no_loss(
 def test_a_connection_that_broke_between_two_ranks_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator has not reported a loss: it can reach both."""
     monkeypatch.setattr(World, "can_rejoin", True)
+    is_over = threading.Event()
 
     def body(world: World) -> tuple[bool, ...]:
         if world.rank == 1:
+            assert is_over.wait(PATIENCE_S)  # it is in the round until then
             return ()
         before = is_loss(LOST)
         for channel in world._open_channels.channels:
             channel.rank_lost(PeerLost(rank=0, peer=1, why="its connection closed"))
         with pytest.raises(PeerLost) as raised:
             world.group.barrier()
-        return before, world.is_over, is_loss(raised.value)
+        found = before, world.is_over, is_loss(raised.value)
+        is_over.set()
+        return found
 
     assert run_ranks(monkeypatch, 2, body)[0] == (False, False, True)
 
