@@ -59,6 +59,7 @@ from ronde.net.messages import (
     LeaveReason,
     LeaveRound,
     RankHeartbeat,
+    RankHeartbeatReply,
     RefusalKind,
     RoundStarted,
     WorkerMessage,
@@ -256,7 +257,8 @@ def _join_among(
         )
         size = 0 if is_elastic else settings.size
         join = JoinRound(VERSION, size, member, groups, describe_compatibility(settings), has_state, progress)
-        started = _request_join(loop, control, liveness.fileno(), join, deadline)
+        who = f"worker {number}" if is_elastic else f"rank {settings.rank}"
+        started = _request_join(loop, control, liveness.fileno(), join, deadline, who=who, is_elastic=is_elastic)
         settings = _follow_coordinator(settings, started)
         rank = settings.rank
         if is_elastic:
@@ -346,17 +348,28 @@ def describe_compatibility(settings: Settings) -> dict[str, str]:
 
 
 def _request_join(
-    loop: EventLoop, control: ControlClient, liveness_fd: int, join: JoinRound, deadline: Deadline
+    loop: EventLoop,
+    control: ControlClient,
+    liveness_fd: int,
+    join: JoinRound,
+    deadline: Deadline,
+    *,
+    who: str,
+    is_elastic: bool,
 ) -> RoundStarted:
-    """Ask to be a member until the round starts. Messages that follow stay in the queue."""
+    """Ask to be a member until the round starts. Messages that follow stay in the queue. In an elastic job the
+    coordinator decides how long the round may wait for others: while it answers, the deadline is put off."""
     answers: list[RoundStarted | JoinRefused] = []
     closed: list[bool] = []
     problems: list[str] = []
 
     def on_message(message: CoordinatorMessage) -> None:
+        nonlocal deadline
         if isinstance(message, RoundStarted | JoinRefused):
             answers.append(message)
             control.stop_receiving()
+        elif is_elastic and isinstance(message, RankHeartbeatReply):
+            deadline = Deadline(deadline.timeout_s)
 
     def on_closed() -> None:
         loop.remove_reader(liveness_fd)
@@ -369,15 +382,16 @@ def _request_join(
             if closed:
                 raise StartFailed("the coordinator hung up before the round began; look at its output")
             if problems:  # its answer may be among what was lost
-                raise StartFailed(f"rank {join.member.rank} could not join: {problems[0]}; check the network")
+                raise StartFailed(f"{who} could not join: {problems[0]}; check the network")
             if deadline.expired:
                 _run_loop(loop, lambda: bool(answers or closed), ANSWER_GRACE_S)
                 if answers or closed:
                     continue
                 control.send(LeaveRound(LeaveReason.FAILED, "it waited too long for the round to begin"))
+                setting = "elastic_timeout_s" if is_elastic else "start_s"
                 raise StartFailed(
-                    f"rank {join.member.rank} got no answer from the coordinator within {deadline.timeout_s:g} s; "
-                    "look at its output, or give more time with start_s (RONDE_START_S)"
+                    f"{who} got no answer from the coordinator within {deadline.timeout_s:g} s; "
+                    f"look at its output, or give more time with {setting} (RONDE_{setting.upper()})"
                 )
             control.send(join)  # again and again: that is harmless, and a lost message is not
             control.send(RankHeartbeat(time.monotonic_ns()))  # the reply to it shows whether an answer was lost

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import JobFinished, LeftBehind, PeerLost, StartFailed
 from ronde.net.addresses import candidate_addresses
 from ronde.net.keys import JobKey, new_job_key
-from ronde.net.messages import LeaveReason
+from ronde.net.messages import EndRound, LeaveReason
 from ronde.settings import Settings, cache_dir, config_dir
 from ronde.types import Deadline
 from tests.forwarder import Forwarder
@@ -388,10 +388,12 @@ class ElasticJob:
         self._pool = ThreadPoolExecutor(8)
         self.worlds: dict[int, World] = {}
 
-    def join(self, worker: int, *, ready: bool = False) -> Future[World]:
+    def join(self, worker: int, *, ready: bool = False, timeout_s: float = PATIENCE_S) -> Future[World]:
+        settings = self.settings.replace(worker=worker, elastic_timeout_s=timeout_s)
+
         def join() -> World:
             self._identity.own = f"worker{worker}"
-            self.worlds[worker] = World(join_round(self.settings.replace(worker=worker), (), 0, ready=ready))
+            self.worlds[worker] = World(join_round(settings, (), 0, ready=ready))
             return self.worlds[worker]
 
         return self._pool.submit(join)
@@ -450,6 +452,29 @@ def test_who_has_left_for_good_is_not_taken_back(elastic: ElasticJob) -> None:
     number = next(number for number, world in elastic.worlds.items() if world is leaving)
     with pytest.raises(LeftBehind, match="the others have gone on without it"):
         elastic.join(number, ready=True).result(PATIENCE_S)
+
+
+def test_while_the_coordinator_answers_it_decides_how_long_a_worker_waits(
+    elastic: ElasticJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "ANSWER_GRACE_S", 0.0)
+    elastic.start(0, 1)
+    elastic.worlds[1].close(LeaveReason.REJOINING)
+    joined = elastic.join(1, ready=True, timeout_s=3.0)
+    with pytest.raises(TimeoutError):
+        joined.result(4.0)  # worker 0 is busy, and longer than worker 1 would wait for an answer
+    elastic.worlds[0].close(LeaveReason.REJOINING)
+    elastic.join(0, ready=True)
+    assert joined.result(PATIENCE_S).size == 2
+
+
+def test_a_worker_whose_coordinator_does_not_answer_says_which_one_it_is(
+    elastic: ElasticJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "ANSWER_GRACE_S", 0.0)
+    monkeypatch.setattr(joining, "RankHeartbeatReply", EndRound)  # so that no answer counts
+    with pytest.raises(StartFailed, match=r"worker 5 got no answer .* within 0.5 s; .*RONDE_ELASTIC_TIMEOUT_S"):
+        elastic.join(5, timeout_s=0.5).result(PATIENCE_S)
 
 
 def test_a_coordinator_that_was_there_before_is_not_waited_for_long() -> None:
