@@ -289,7 +289,7 @@ def test_without_a_launcher_a_rank_may_be_told_to_go_and_another_one_lost() -> N
     with training_at_rank_0(faults) as ranks:
         expect_reached(ranks, *faults)
         expect_exactly_once(ranks, [0], sizes=[3, 2, 1])
-        assert ranks.wait() == [0, KILLED, 0], ranks.printed()
+        assert ranks.wait() == [0, KILLED, 143], ranks.printed()
 
 
 def test_without_a_launcher_the_loss_of_rank_0_is_a_clear_end() -> None:

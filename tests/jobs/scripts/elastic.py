@@ -23,7 +23,7 @@ import ronde
 from ronde.comm import joining
 from ronde.comm import world as world_module
 from ronde.comm.buffers import Array
-from ronde.elastic import State, register_part
+from ronde.elastic import State, StatePart, register_part
 from tests.jobs.scripts.control import ControlSocket, until
 
 NUM_SAMPLES = 60
@@ -44,7 +44,7 @@ class Weights:
         self.num_steps += 1
 
 
-class WeightsPart:
+class WeightsPart(StatePart):
     """A step cannot be undone, as that of an optimizer."""
 
     def __init__(self, weights: Weights, state: State) -> None:
@@ -98,7 +98,9 @@ class Faults:
                     raise ValueError("a mistake of the user")
                 elif fault[3] == "lose":
                     world_module.current_world().group.barrier()  # the last one, through which the others come
-                    raise ronde.PeerLost(rank=ronde.rank(), peer=1, why="so the test says")
+                    lost = ronde.PeerLost(rank=ronde.rank(), peer=1, why="so the test says")
+                    world_module.current_world()._open_channels.channels[0].record_failure(point, lost)
+                    raise lost
                 elif fault[3] == "change":
                     world_module.current_world().change_wanted = True
                 else:
