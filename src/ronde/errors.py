@@ -21,6 +21,8 @@ ValueError
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 __all__ = [
     "CheckpointError",
@@ -141,3 +143,5 @@ class Mismatch(ValueError):
 
     joined: tuple[int, ...] = ()
     """Ranks that were in join() while others asked for an operation that needs every member."""
+    answers: Mapping[int, object] = MappingProxyType({})
+    """By rank, what each has, equal for those that agree; empty if it is not known."""

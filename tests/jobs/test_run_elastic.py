@@ -118,6 +118,37 @@ def test_a_rank_that_is_lost_while_a_checkpoint_is_restored_does_not_let_others_
     assert sorted(re.findall(r"goes on at \d+", done.out)) == ["goes on at 7"] * 2, done
 
 
+DIFFERS = """
+import os, torch, ronde, ronde.torch
+from ronde.comm.world import current_world
+from tests.jobs.scripts.control import until
+ronde.init()
+is_new = int(os.environ["RONDE_WORKER"]) >= 2
+model = torch.nn.Linear(2 + is_new, 1)
+optimizer = ronde.torch.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+state = ronde.elastic.State(model=model, optimizer=optimizer, sizes=[])
+def train(state):
+    state.sizes.append(ronde.size())
+    while state.steps < 8:
+        if state.steps == 4 and len(state.sizes) < 2:
+            until(lambda: current_world().change_wanted, "another rank")
+        optimizer.zero_grad()
+        model(torch.ones(1, model.in_features)).sum().backward()
+        optimizer.step()
+        state.end_step()
+    print("done", state.steps, state.sizes, flush=True)
+ronde.elastic.run(train, state)
+"""
+
+
+def test_a_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None:
+    words = ("-np", "2", "--min-np", "1", "--max-np", "3", "-H", "localhost:3", "--cooldown", "60", "60")
+    done = run(*FLAGS, *words, sys.executable, "-c", DIFFERS, limit_s=LONG_S)
+    assert done.code == 0, done
+    assert sorted(re.findall(r"done .*", done.out)) == ["done 8 [2, 2]"] * 2, done
+    assert "rank 2 is lost (Mismatch: broadcast_parameters: the ranks differ" in done.err, done
+
+
 def test_more_losses_than_the_limit_end_the_job_with_a_clear_error() -> None:
     events = [("worker 1", 12, "kill"), ("rank 0", 36, "grow 2"), ("worker 2", 42, "kill")]
     done = train("-np", "2", "--min-np", "1", "--reset-limit", "1", "--grace", str(PATIENCE_S), events=events)

@@ -43,7 +43,6 @@ from ronde.net.messages import (
     RankHeartbeat,
     RankHeartbeatReply,
     RefusalKind,
-    RoundChangeWanted,
     StackReply,
     TimelineRequest,
     TraceBatch,
@@ -612,9 +611,9 @@ class CoordinatorCore:
                 self._start_round(elastic.start_round(plan), (), now_ns)
                 sends += self._refuse(elastic, elastic.unready, JoinRefused(BEGUN_TEXT, RefusalKind.BEGUN))
             case PlanAction.CHANGE:
-                if self._change_wanted_in != self._round_id:
+                if self._change_wanted_in != self._round_id and self._round is not None:
                     self._change_wanted_in = self._round_id
-                    sends.append(Send(self._present, RoundChangeWanted(plan.describe())))
+                    self._round.ask_for_change(plan.describe())
             case PlanAction.FAIL:
                 sends += self._refuse(elastic, elastic.joining, JoinRefused(plan.describe()))
             case _ if plan.reason is PlanReason.FINISHED:

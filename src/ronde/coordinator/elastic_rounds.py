@@ -8,7 +8,7 @@ may leave it to be in the next one. plan_round() decides what happens; this modu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -60,6 +60,8 @@ class _Worker:
     """Its rank in the newest round; None for a newcomer."""
     is_member: bool = False
     """Whether it is in the newest round now."""
+    is_newcomer: bool = False
+    """Whether it has come to the job with the newest round, in which others had the state of training."""
     member: Member | None = None
     """Its process and addresses, from its newest JoinRound."""
     join: JoinRound | None = None
@@ -98,8 +100,13 @@ class ElasticRounds:
         """Whether the next round is the first one, or all members have left the one before by shutdown()."""
         self._has_loss = False
         """Whether a member of the newest round was lost."""
+        self._has_lost_newcomer = False
+        """Whether a newcomer of the newest round was lost."""
         self._error = ""
-        """The error of its script because of which a member of the newest round has failed."""
+        """The error of its script because of which a member of the newest round has failed that is no newcomer."""
+        self._newcomer_error = ""
+        """The same of a newcomer, which may be on a bad host. The survivors do the step again without newcomers, and
+        show whether it is the step that fails. So it counts only when there are too few of them for that."""
         self._num_errors = 0
         """Rounds that were ended by such an error since training has made progress."""
         self._best_progress = -1
@@ -321,7 +328,7 @@ class ElasticRounds:
             return
         self._has_changed = True
         if is_own_error and worker.is_member:
-            self._error = why
+            self._note_error(why, [worker])
         if reason is LeaveReason.FINISHED:
             self._is_finished = True
         if reason is LeaveReason.REJOINING:
@@ -341,12 +348,19 @@ class ElasticRounds:
 
     def missed(self, ranks: Collection[int], why: str) -> None:
         """A member has left the round because these ranks did not come to an operation in time. Those that hang are not
-        waited for as long as others. It counts as an error of the script: the next round may come to the same point."""
-        self._error = why
-        for rank in ranks:
-            worker = self._workers.get(self.members[rank]) if 0 <= rank < len(self.members) else None
-            if worker is not None:
-                worker.is_missed = worker.is_member
+        waited for as long as others. It is taken for an error of their scripts: the next round may come to the same
+        point."""
+        workers = [self._workers.get(self.members[rank]) for rank in ranks if 0 <= rank < len(self.members)]
+        missing = [worker for worker in workers if worker is not None]
+        for worker in missing:
+            worker.is_missed = worker.is_member
+        self._note_error(why, missing)
+
+    def _note_error(self, why: str, workers: Sequence[_Worker]) -> None:
+        if workers and all(worker.is_newcomer for worker in workers):
+            self._newcomer_error = why
+        else:
+            self._error = why
 
     def training_finished(self, number: int) -> None:
         """A worker has finished training, and may do something else before it leaves the round."""
@@ -360,6 +374,7 @@ class ElasticRounds:
         if worker is not None and (worker.rank is not None or worker.join is not None):
             self._lost[number] = why
             self._has_loss = self._has_loss or worker.rank is not None
+            self._has_lost_newcomer = self._has_lost_newcomer or worker.is_newcomer
             self._has_changed = True
 
     def cut_off(self, number: int, why: str) -> None:
@@ -418,7 +433,8 @@ class ElasticRounds:
             is_finished=self._is_finished,
             state_is_lost=self.state_is_lost,
             num_errors=num_errors,
-            last_error=self._error,
+            last_error=self._error or self._newcomer_error,
+            has_lost_newcomer=self._has_lost_newcomer,
         )
         plan = plan_round(views, self.limits, history, num_starting=self._num_starting, waited_s=waited_s)
         if plan.action is PlanAction.START and self._is_first:
@@ -436,18 +452,20 @@ class ElasticRounds:
         """The round of the plan starts. Returns its members."""
         self._reference = self._join_of(plan.members[0])
         self._num_errors, self._best_progress = self._count_errors()
-        self._error = ""
+        self._error = self._newcomer_error = ""
+        begins = all(self._workers[number].rank is None for number in plan.members)
         members = []
         for rank, number in enumerate(plan.members):
             worker = self._workers[number]
             member = dataclasses.replace(self._join_of(number).member, rank=rank)
+            worker.is_newcomer = worker.rank is None and not begins
             worker.rank, worker.is_member, worker.member, worker.join = rank, True, member, None
             worker.is_ready, worker.is_missed = True, False
             members.append(member)
         self.members = plan.members
         self._num_rounds += 1
         self._num_resets += self._has_loss
-        self._has_loss = self._is_first = False
+        self._has_loss = self._has_lost_newcomer = self._is_first = False
         self._shut_down.clear()
         self._finished = ()
         self._has_changed = True
@@ -456,9 +474,10 @@ class ElasticRounds:
     def _count_errors(self) -> tuple[int, int]:
         """Return how many rounds were ended by an error of the script, the newest one included, since training has made
         progress, and how far it has come. Both stay as they are while the survivors do not say how far they are."""
-        joins = (worker.join for worker in self._workers.values() if worker.rank is not None)
-        progress = max((join.progress for join in joins if join is not None), default=-1)
-        if not self._error or progress < 0:
+        survivors = [worker for worker in self._workers.values() if worker.rank is not None]
+        progress = max((worker.join.progress for worker in survivors if worker.join is not None), default=-1)
+        error = self._error or (self._newcomer_error if len(survivors) < self.limits.min_ranks else "")
+        if not error or progress < 0:
             return self._num_errors, self._best_progress
         if progress > self._best_progress:
             return 1, progress

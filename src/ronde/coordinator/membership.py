@@ -225,6 +225,8 @@ class RoundHistory:
     """How many rounds in a row were ended by an error of the script, without progress of training between them."""
     last_error: str = ""
     """The last of these errors, as text for the user."""
+    has_lost_newcomer: bool = False
+    """Whether a member was lost in the round in which it had come to the job."""
 
 
 def plan_round(
@@ -273,8 +275,10 @@ def _plan_without_absent(
             num_needed=history.num_errors,
             detail=history.last_error,
         )
-    chosen = tuple([each.number for each in (*survivors, *newcomers)][: limits.max_ranks])
     needed = limits.start_ranks if history.is_first else limits.min_ranks
+    if history.has_lost_newcomer and len(survivors) >= needed:
+        newcomers = []  # the next one may fail, too: the survivors make a step first, or it is they who fail
+    chosen = tuple([each.number for each in (*survivors, *newcomers)][: limits.max_ranks])
     if len(chosen) < needed:
         is_late = waited_s >= limits.timeout_s
         return RoundPlan(

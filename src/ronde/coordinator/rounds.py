@@ -27,6 +27,7 @@ from ronde.net.messages import (
     MissingRanksQuery,
     RankLost,
     RanksLost,
+    RoundChangeWanted,
     RoundStarted,
     StackReply,
     StackRequest,
@@ -242,6 +243,10 @@ class Round:
         # After RankLost: a rank that waits for a change of groups must know of the loss when the change is refused.
         self._loss = self._loss or f"rank {rank} is gone: {why}"
         self._refuse_group_changes()
+
+    def ask_for_change(self, reason: str) -> None:
+        """Newcomers wait. The members hear of it behind RoundStarted."""
+        self._send(self.present, RoundChangeWanted(reason))
 
     def advance(self, now_ns: int) -> list[Send]:
         """Return what to send now. Called when all messages that were there have been handled."""

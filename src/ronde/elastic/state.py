@@ -207,6 +207,10 @@ class State:
         self._commits = 0
         self._is_at_step_end = True
         self._is_survivor = False
+        self._fingerprints: dict[int, int] = {}
+        """By rank of the newest round, equal for ranks whose states have the same parts."""
+        self._newcomers: set[int] = set()
+        """The ranks of the newest round that held no state of the job when it began."""
         self._committed: dict[str, Any] | None = None
         """By the name of a part, the copy that its commit() returned; None before the first commit."""
         self._committed_position = Position()
@@ -314,7 +318,23 @@ class State:
 
     def sync(self) -> None:
         """Let all ranks have the same state: that of the ranks that have come farthest. Collective. If it fails, a rank
-        that was taking state returns to its last commit."""
+        that was taking state returns to its last commit. Newcomers whose objects do not fit those of the others raise
+        Mismatch, and are lost for the others, which raise PeerLost. Any other Mismatch is raised on all ranks."""
+        try:
+            self._sync()
+        except Mismatch as error:
+            if self._is_about_newcomers(error):
+                current_world().group.barrier()  # they do not come to it: it ends when they have left
+            raise
+
+    def _is_about_newcomers(self, error: Mismatch) -> bool:
+        """Whether only newcomers differ, and this rank does not. All ranks have the same error."""
+        answers = error.answers or self._fingerprints
+        survivors = [rank for rank in answers if rank not in self._newcomers]
+        differing = {rank for rank in answers if survivors and answers[rank] != answers[survivors[0]]}
+        return bool(differing) and differing <= self._newcomers and current_world().group.rank not in differing
+
+    def _sync(self) -> None:
         if self._committed is None:
             self._keep_commit(self._position)
         world = current_world("State.sync()")
@@ -390,6 +410,8 @@ class State:
         own = (*self._position, self._is_at_step_end, *self._committed_position, self._is_survivor)
         row = np.array([[zlib.crc32(parts.encode()), *own]], np.int64)
         rows = world.group.allgather(row).tolist()
+        self._fingerprints = {rank: fingerprint for rank, (fingerprint, *_) in enumerate(rows)}
+        self._newcomers = {rank for rank, (*_, survives) in enumerate(rows) if not survives}
         if len({fingerprint for fingerprint, *_ in rows}) > 1:
             held = objects.allgather({name: settings[name] for name in self._objects}, group=world.group)
             raise Mismatch(_describe_difference(held))

@@ -28,7 +28,9 @@ def check_equal(group: Group, what: str, entries: Sequence[str]) -> None:
     if all_equal(group, "\n".join(entries).encode()):
         return
     lists = dict(zip(group.ranks, objects.allgather(list(entries), group=group), strict=True))
-    raise Mismatch(f"{what}: the ranks differ. {first_difference(lists)}")
+    error = Mismatch(f"{what}: the ranks differ. {first_difference(lists)}")
+    error.answers = lists
+    raise error
 
 
 def all_equal(group: Group, data: bytes) -> bool:

@@ -798,6 +798,53 @@ def test_an_error_of_the_script_that_comes_again_without_progress_ends_the_job()
     assert "the script has failed in 3 rounds" in plan.describe() and "sample 7 is broken" in plan.describe()
 
 
+def fail_newcomer(script: ElasticScript, newcomer: int, *survivors: int) -> None:
+    """A newcomer joins the others and fails in its first step, from which they come back while the next one waits."""
+    script.enter(newcomer)
+    script.leave(*survivors)
+    script.enter(*survivors, progress=4)
+    script.take_start(*survivors, newcomer)
+    script.connect(newcomer + 1, ready=True)
+    script.join(newcomer + 1)
+    script.leave(newcomer, reason=LeaveReason.FAILED, detail="OSError: /data is not mounted")
+    script.die(newcomer)
+    script.leave(*survivors)
+    script.enter(*survivors, progress=4)
+
+
+def test_newcomers_that_fail_do_not_end_the_job_and_the_survivors_make_a_step_between_two_of_them() -> None:
+    script = ElasticScript(2)
+    script.start(0, 1)
+    for newcomer in (2, 4, 6, 8):
+        fail_newcomer(script, newcomer, 0, 1)
+        script.take_start(0, 1)
+        assert script.membership.plan.workers == (newcomer + 1,), "it is asked in after the step"
+        assert script.take(0, RoundChangeWanted) and script.take(1, RoundChangeWanted)
+        script.die(newcomer + 1)
+        script.advance(1)
+    lose_by_error(script, progress=4)
+    script.take_start(1)
+    assert script.membership.plan.action is not PlanAction.FAIL, "the first error that counts"
+
+
+def test_newcomers_that_fail_and_that_the_job_cannot_do_without_end_it() -> None:
+    script = ElasticScript(2, min_ranks=2)
+    script.start(0, 1)
+    script.die(1)
+    script.advance(1)
+    script.leave(0)
+    script.enter(0, progress=4)
+    for newcomer in (2, 3, 4):
+        script.enter(newcomer)
+        script.take_start(0, newcomer)
+        script.leave(newcomer, reason=LeaveReason.FAILED, detail="OSError: /data is not mounted")
+        script.die(newcomer)
+        script.leave(0)
+        script.enter(0, progress=4)
+    plan = script.membership.plan
+    assert (plan.action, plan.reason) == (PlanAction.FAIL, PlanReason.SAME_ERROR) and "/data" in plan.detail
+
+
 @pytest.mark.parametrize("how", ["progress", "kills", "nobody knows"])
 def test_errors_between_which_training_goes_on_and_other_losses_do_not_end_the_job(how: str) -> None:
     script = ElasticScript(5)

@@ -93,6 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
         has_loss=num_members > 0 and draw(st.booleans()),
         num_resets=draw(st.integers(0, 3)),
         is_finished=num_members > 0 and draw(st.sampled_from([False, False, True])),
+        has_lost_newcomer=num_members > 0 and draw(st.booleans()),
     )
     waited_s = draw(st.sampled_from([0.0, 59.0, 60.0]))
     return Case(tuple(draw(st.permutations(workers))), limits, history, draw(st.integers(0, 2)), waited_s)
@@ -116,6 +117,7 @@ def test_a_round_starts_with_survivors_in_their_order_then_newcomers_within_the_
     assert least <= len(chosen) <= (case.limits.max_ranks or math.inf)
     remaining = {w.number for w in case.workers if w.rank is not None} - set(plan.members) - set(plan.left_behind)
     assert not remaining, "a survivor that lives was not taken along"
+    assert not (newcomers and ranks and case.history.has_lost_newcomer) or len(ranks) < least
     num_resets = case.history.num_resets + case.history.has_loss
     assert case.limits.reset_limit is None or num_resets <= case.limits.reset_limit
     assert not case.history.is_finished

@@ -13,6 +13,8 @@ import ronde
 from ronde.comm.world import World, current_world
 from ronde.elastic import RoundChange, State, StatePart, register_part
 from ronde.errors import PeerLost
+from ronde.net.messages import LeaveReason
+from ronde.training.agreement import check_equal
 from tests.unit.elastic.thread_states import Weights, part_of, run_ranks
 
 
@@ -266,6 +268,42 @@ def test_a_rank_that_fails_to_take_state_returns_to_its_commit(monkeypatch: pyte
         return state.weights.value, state.seen, state.steps
 
     assert run_ranks(monkeypatch, 2, body) == [(2, [0, 1], 2), (1, [0], 1)]
+
+
+@pytest.mark.parametrize("how", ["other objects", "another model"])
+def test_newcomers_that_differ_are_refused_and_lost_for_the_others(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is a newcomer, too, and fits."""
+
+    def body(world: World) -> str:
+        state = State(weights=Weights()) if how != "other objects" or world.rank != 2 else State(model=Weights())
+        state._is_survivor = world.rank == 0
+        if how == "another model":
+            layers = ["a layer"] * (1 + world.rank // 2)
+            monkeypatch.setattr(part_of(state), "sync", lambda givers: check_equal(world.group, "sync", layers))
+        try:
+            state.sync()
+        except ronde.Mismatch as error:
+            world.close(LeaveReason.FAILED, str(error))
+            return "Mismatch"
+        except PeerLost as error:
+            return f"rank {error.peer} is lost"
+        return "no error"
+
+    assert run_ranks(monkeypatch, 3, body) == ["rank 2 is lost", "rank 2 is lost", "Mismatch"]
+
+
+@pytest.mark.parametrize("survivors", [(), (0, 1), (0, 1, 2)])
+def test_survivors_and_first_ranks_that_differ_all_raise(
+    survivors: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(world: World) -> str:
+        state = State(weights=Weights()) if world.rank != 1 else State(model=Weights())
+        state._is_survivor = world.rank in survivors
+        with pytest.raises(ronde.Mismatch, match="states of different objects"):
+            state.sync()
+        return "Mismatch"
+
+    assert run_ranks(monkeypatch, 3, body) == ["Mismatch"] * 3
 
 
 def test_states_of_different_objects_are_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
