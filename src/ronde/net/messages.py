@@ -21,7 +21,7 @@ from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import CPU, Member
 
-VERSION = 9
+VERSION = 10
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_INTERNED_BYTES = 4 * 1024 * 1024
 """Encoded announcements that a WorkerMessageDecoder remembers."""
