@@ -20,6 +20,7 @@ import msgspec
 
 from ronde.comm.backends.base import Backend
 from ronde.comm.open_channels import OpenChannels
+from ronde.comm.reentry import SIGNAL_CHECK_S
 from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
 from ronde.comm.work import ControlItem, NegotiationWaits
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
@@ -281,7 +282,7 @@ class ControlThread:
                         return reply
                 if self._open_channels.closed_error is not None:
                     raise self._open_channels.closed_error
-                if not changed.wait(deadline.remaining_s) and deadline.expired:
+                if not changed.wait(min(SIGNAL_CHECK_S, deadline.remaining_s)) and deadline.expired:
                     raise OperationTimeout(late)
 
     # --- in the control thread -------------------------------------------------------------------------------------

@@ -1,11 +1,17 @@
-"""Who may not enter an operation: a thread that is in the middle of one, and a forked child of a rank."""
+"""Signal handlers and forks in the middle of operations: who may not enter one (a thread that is in the middle of
+another, and a forked child of a rank), and a wait in which signal handlers run in time."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 
 from ronde.errors import RondeError
+
+SIGNAL_CHECK_S = 0.1
+"""A signal handler runs at most this much later in a wait."""
 
 
 class _ThisThread(threading.local):
@@ -51,3 +57,13 @@ def forked_error(pid: int, description: str = "") -> RondeError:
         f"group; a child cannot take part. Call ronde only in process {pid}, or start workers with the method 'spawn' "
         "(multiprocessing.get_context('spawn'))"
     )
+
+
+def wait_for(condition: threading.Condition, predicate: Callable[[], bool], timeout_s: float) -> bool:
+    """As condition.wait_for(), in short waits. A signal that arrives in the moment before a thread of Python begins to
+    wait does not interrupt it: its handler, Ctrl-C's too, would run when the wait is over."""
+    end_s = time.monotonic() + timeout_s
+    while not condition.wait_for(predicate, min(SIGNAL_CHECK_S, max(0.0, end_s - time.monotonic()))):
+        if time.monotonic() >= end_s:
+            return predicate()
+    return True

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 from ronde.comm.backends.base import CallWithdrawn, RunningCall
 from ronde.comm.buffers import ReceiveBuffer
 from ronde.comm.call import Call, Signature, Span
-from ronde.comm.reentry import InsideOperation
+from ronde.comm.reentry import InsideOperation, wait_for
 from ronde.errors import OperationTimeout, RondeError
 from ronde.net.event_loop import start_thread
 from ronde.net.messages import MissingRanksQuery, OperationRequest, WorkerMessage
@@ -502,12 +502,12 @@ class NegotiationWaits:
         with self.condition:
             self._waiting[threading.get_ident()] = (began_ns, work)
             try:
-                if self.condition.wait_for(work.is_started_or_done, max(0.0, deadline.remaining_s - query_s)):
+                if wait_for(self.condition, work.is_started_or_done, max(0.0, deadline.remaining_s - query_s)):
                     return
                 work.missing = ()
                 if query_s >= MIN_QUERY_TIME_S:
                     self.enqueue(MissingRanksQuery(work.group, work.name))
-                if not self.condition.wait_for(work.is_started_or_done, deadline.remaining_s):
+                if not wait_for(self.condition, work.is_started_or_done, deadline.remaining_s):
                     raise work.make_start_timeout(deadline, work.missing)
             finally:
                 self._waiting.pop(threading.get_ident(), None)
