@@ -165,9 +165,9 @@ def test_bad_installs_are_told_with_their_last_word(tmp_path: Path, monkeypatch:
     modules = {
         "jax": "print('hello')\nraise ImportError('no libtpu.so\\n\\nsee the manual')",
         "keras": "import tensorflow_of_nowhere",
-        "mxnet": "import os; os.kill(os.getpid(), 11)",
+        "tensorflow": "import os; os.kill(os.getpid(), 11)",
         "torch": "import os; os._exit(0)",
-        "tensorflow": "__version__ = '9.9'\nprint('a banner')\nimport atexit; atexit.register(lambda: None)",
+        "mxnet": "__version__ = '9.9'\nprint('a banner')\nimport atexit; atexit.register(lambda: None)",
     }
     for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -175,8 +175,8 @@ def test_bad_installs_are_told_with_their_last_word(tmp_path: Path, monkeypatch:
     found = {each.name: each for each in check_components((*modules, "nowhere"), Deadline(30))}
     assert found["jax"] == ComponentStatus("jax", "broken", note="see the manual")
     assert found["keras"].note == "ModuleNotFoundError: No module named 'tensorflow_of_nowhere'"
-    assert found["mxnet"].note == "killed by signal 11 (SIGSEGV)"
-    assert (found["tensorflow"].state, found["tensorflow"].version) == ("usable", "9.9")
+    assert found["tensorflow"].note == "killed by signal 11 (SIGSEGV)"
+    assert (found["mxnet"].state, found["mxnet"].version) == ("usable", "9.9")
     assert found["torch"] == ComponentStatus("torch", "broken", note="exited with code 0")
     assert found["nowhere"] == ComponentStatus("nowhere", "missing", note="not installed")
 
