@@ -9,10 +9,14 @@ A node is a native kernel, or Python through numpy_function where the kernels ca
 thread of TensorFlow while they wait, so those of a function run one after the other, in the order in which they were
 added. In the graph of a session that is not possible, because a step runs only a part of it: there, operations that do
 not need each other have to be few, or TensorFlow needs as many threads.
+
+XLA can compile neither kind of node. A tf.function with jit_compile=True that adds one is traced without XLA, and a
+line says so.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +32,8 @@ from ronde.errors import RondeError
 from ronde.tensorflow.graph_errors import describe_error
 from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import NUMBERS, find_group, get_ops, read_number, start_by_name
+
+logger = logging.getLogger("ronde.tensorflow")
 
 AUTOGRAPH_FILE = "__autograph_generated_file"
 AUTOGRAPH_PREFIX = "tf__"
@@ -81,8 +87,9 @@ def unique_in_graph(base: str) -> str:
 
 
 def operation_name(kind: str, name: str | None) -> str:
-    """The name of an operation in the graph that is being built: the caller's, or one made of the place of the call."""
-    return name or unique_in_graph(f"{kind} {find_call_site()}")
+    """The name of an operation in the graph that is being built: the caller's, or one made of the place of the call. A
+    name that is in the graph already gets a number, because TensorFlow may run the two in any order."""
+    return unique_in_graph(name or f"{kind} {find_call_site()}")
 
 
 def backward_name(name: str | None) -> str | None:
@@ -90,6 +97,58 @@ def backward_name(name: str | None) -> str | None:
     if not name:
         return None
     return f"{name}.backward" if tf.executing_eagerly() else unique_in_graph(f"{name}.backward")
+
+
+# --- XLA -------------------------------------------------------------------------------------------------------------
+
+FUNCTION_CLASS: type = type(tf.function(lambda: None))
+MUST_COMPILE = "_XlaMustCompile"
+"""The attribute of a function that TensorFlow compiles with XLA as a whole."""
+TRACING_OPTIONS = ("_variable_creation_config", "_no_variable_creation_config")
+"""Where a tf.function keeps the attributes that its next traced functions get."""
+
+
+def get_graph_ops() -> Any:
+    """The functions that add native operations to a graph; None if operations have to run through Python. Called
+    before a node is added: functions that are being traced for XLA are traced without it from here on."""
+    for function in _find_functions_for_xla():
+        _switch_off_xla(function)
+    return get_ops()
+
+
+def _find_functions_for_xla() -> list[Any]:
+    """The tf.functions with jit_compile=True that are being traced by this thread, the innermost first."""
+    found: list[Any] = []
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name in ("__call__", "_call", "_initialize", "get_concrete_function"):
+            owner = frame.f_locals.get("self")
+            is_compiled = isinstance(owner, FUNCTION_CLASS) and getattr(owner, "_jit_compile", False)
+            if is_compiled and not any(owner is each for each in found):
+                found.append(owner)
+    return found
+
+
+def _switch_off_xla(function: Any) -> None:
+    """Let a tf.function be traced without XLA, also the trace that is under way: TensorFlow reads the attributes of
+    a traced function when its trace is complete."""
+    name = getattr(function, "__name__", "a function")
+    options = [each for attribute in TRACING_OPTIONS if (each := getattr(function, attribute, None)) is not None]
+    if not options or not all(isinstance(each.attributes, dict) for each in options):
+        raise NotImplementedError(
+            f"{name!r} is a tf.function with jit_compile=True and uses an operation of ronde, which XLA cannot compile; "
+            "leave jit_compile away there, and use it for functions inside of it that do not communicate"
+        )
+    for each in options:
+        each.attributes[MUST_COMPILE] = False
+    function._jit_compile = False
+    if current_world("an operation in a TensorFlow graph").rank == 0:
+        logger.warning(
+            "jit_compile=True of the tf.function %r is switched off: XLA cannot compile an operation that communicates; "
+            "what does not communicate can be compiled as a function inside of it",
+            name,
+        )
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -105,7 +164,7 @@ def run_independently(operation: Any) -> None:
 
 def add_same_shape(operation: GraphOperation, xs: Sequence[Any]) -> list[Any]:
     """A node for an allreduce of tensors of one dtype, or a broadcast of one."""
-    ops = get_ops()
+    ops = get_graph_ops()
     if ops is None:
         return _add_python_operation(operation, xs, [x.dtype for x in xs], [x.shape for x in xs])
     add = ops.ronde_allreduce if operation.kind == "allreduce" else ops.ronde_broadcast
@@ -116,7 +175,7 @@ def add_same_shape(operation: GraphOperation, xs: Sequence[Any]) -> list[Any]:
 
 def add_rows(operation: GraphOperation, x: Any) -> Any:
     """A node for an allgather or a reduce_scatter, whose result may have another number of rows."""
-    ops = get_ops()
+    ops = get_graph_ops()
     shape = _rows_shape(x)
     if ops is None:
         return _add_python_operation(operation, [x], [x.dtype], [shape])[0]
@@ -130,7 +189,7 @@ def add_rows(operation: GraphOperation, x: Any) -> Any:
 def add_alltoall(operation: GraphOperation, x: Any, splits: Any) -> tuple[Any, Any]:
     """A node for an alltoall: the rows, and how many came from each member. No splits, as a vector without elements,
     mean equal shares."""
-    ops = get_ops()
+    ops = get_graph_ops()
     size = find_group(operation.group).size
     shapes = [_rows_shape(x), tf.TensorShape([None if get_world_can_change() else size])]
     if ops is None:
@@ -145,7 +204,7 @@ def add_alltoall(operation: GraphOperation, x: Any, splits: Any) -> tuple[Any, A
 
 def add_barrier(operation: GraphOperation) -> Any:
     """A node that ends when every member has come to it."""
-    ops = get_ops()
+    ops = get_graph_ops()
     if ops is None:
         return _add_python_operation(operation, [], [tf.bool], [tf.TensorShape([])])[0].op
     return ops.ronde_barrier(operation=operation.encode())
@@ -153,7 +212,7 @@ def add_barrier(operation: GraphOperation) -> Any:
 
 def add_number(operation: GraphOperation) -> Any:
     """A node with a rank or a size when it runs; of `join`, the rank that has joined last."""
-    ops = get_ops()
+    ops = get_graph_ops()
     if ops is None:
         return _add_python_operation(operation, [], [tf.int32], [tf.TensorShape([])])[0]
     number = ops.ronde_number(operation=operation.encode())
@@ -175,7 +234,7 @@ def _rows_shape(x: Any) -> Any:
 
 def add_broadcasts(operations: Sequence[GraphOperation], xs: Sequence[Any]) -> list[Any]:
     """Nodes for broadcasts of tensors of any dtypes: one for each, or one in Python for all."""
-    if get_ops() is not None:
+    if get_graph_ops() is not None:
         return [add_same_shape(operation, [x])[0] for operation, x in zip(operations, xs, strict=True)]
 
     def run(*arrays: Any) -> list[Any]:
