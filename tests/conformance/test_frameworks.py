@@ -5,6 +5,7 @@ numpy, torch         ronde's own functions, and those of ronde.torch
 tensorflow           eager, in tf.function and in graphs of sessions, with native kernels
 tensorflow-python    the same operations through Python on all ranks
 tensorflow-mixed     native kernels on rank 0, Python on the others
+tensorflow-2.20      an older TensorFlow with the same library of kernels; `make test-all` makes its environment
 
 The modes of a framework share its processes, because importing it takes seconds.
 """
@@ -26,6 +27,7 @@ from tests.limits import LONG_TEST_S
 from tests.services import needs
 
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
+TENSORFLOW_2_20 = ROOT / ".venv-tensorflow-2.20/bin/python"
 NATIVE, PYTHON = (["env", f"RONDE_TENSORFLOW_OPS={ops}"] for ops in ("native", "python"))
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -47,6 +49,21 @@ JOBS = {
     "tensorflow": FrameworkJob("tensorflow", 2, TENSORFLOW),
     "tensorflow-python": FrameworkJob("tensorflow", 2, TENSORFLOW, {0: PYTHON, 1: PYTHON}, ("function", "graph")),
     "tensorflow-mixed": FrameworkJob("tensorflow", 2, TENSORFLOW, {0: NATIVE, 1: PYTHON}, ("function", "graph")),
+    "tensorflow-2.20": FrameworkJob("tensorflow", 2, TENSORFLOW_2_20, {0: NATIVE, 1: NATIVE}, ("function",)),
+}
+NEEDS = {
+    sys.executable: [],
+    TENSORFLOW: [
+        pytest.mark.slow,
+        needs("TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it"),
+    ],
+    TENSORFLOW_2_20: [
+        pytest.mark.slow,
+        needs(
+            "TensorFlow 2.20",
+            missing="" if TENSORFLOW_2_20.exists() else "no .venv-tensorflow-2.20; `make test-all` makes it",
+        ),
+    ],
 }
 pytestmark = [
     pytest.mark.timeout(LONG_TEST_S),
@@ -58,12 +75,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per job, mode and case."""
     made = []
     for name, job in JOBS.items():
-        missing = "" if Path(job.python).exists() else f"no {Path(job.python).parts[-3]}; `make build` makes it"
-        marks = [needs("TensorFlow", missing=missing)] if job.framework == "tensorflow" else []
         for mode in job.modes or MODES[job.framework]:
             for case in CASES.values():
                 if not (case.for_tensors and job.framework in WITHOUT_TENSORS):
-                    made.append(pytest.param(name, mode, case.name, id=f"{name}-{mode}-{case.name}", marks=marks))
+                    made.append(
+                        pytest.param(name, mode, case.name, id=f"{name}-{mode}-{case.name}", marks=NEEDS[job.python])
+                    )
     metafunc.parametrize(("job", "mode", "case"), made)
 
 

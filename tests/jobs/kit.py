@@ -188,7 +188,8 @@ def start_ranks(
     max_workers: int = 0,
 ) -> Iterator[LocalRanks]:
     """A job on this host that runs a script of tests/jobs/scripts; every rank has connected. `prefixes` are commands
-    that start a rank's command, and `python` is that of another environment. With limits the job is elastic, and has up to `max_workers` processes in its life."""
+    that start a rank's command, and `python` is that of another environment. With limits the job is elastic, and has up
+    to `max_workers` processes in its life."""
     with short_folder() as (folder, opened):
         ranks = LocalRanks(max(num_ranks, max_workers), folder, opened, patience_s)
         command, env = [*_prefix_command(prefixes or {}), *script(name, python=python)], {**ranks.env, **(env or {})}

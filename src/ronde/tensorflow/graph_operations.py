@@ -137,16 +137,16 @@ def _switch_off_xla(function: Any) -> None:
     options = [each for attribute in TRACING_OPTIONS if (each := getattr(function, attribute, None)) is not None]
     if not options or not all(isinstance(each.attributes, dict) for each in options):
         raise NotImplementedError(
-            f"{name!r} is a tf.function with jit_compile=True and uses an operation of ronde, which XLA cannot compile; "
-            "leave jit_compile away there, and use it for functions inside of it that do not communicate"
+            f"{name!r} is a tf.function with jit_compile=True that communicates, which XLA cannot compile; leave "
+            "jit_compile away there, and use it for functions inside of it that do not communicate"
         )
     for each in options:
         each.attributes[MUST_COMPILE] = False
     function._jit_compile = False
     if current_world("an operation in a TensorFlow graph").rank == 0:
         logger.warning(
-            "jit_compile=True of the tf.function %r is switched off: XLA cannot compile an operation that communicates; "
-            "what does not communicate can be compiled as a function inside of it",
+            "jit_compile=True of the tf.function %r is switched off, because XLA cannot compile an operation that "
+            "communicates; functions inside of it that do not communicate can be compiled",
             name,
         )
 

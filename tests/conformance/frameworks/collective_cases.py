@@ -147,7 +147,9 @@ def allreduce_with_adasum(framework: Framework) -> None:
     allreduce, counts = framework.collectives.allreduce, (5, 1000, 1)
     for dtype in (DType.FLOAT32, DType.FLOAT64):
         inputs = [numbers(ronde.rank(), dtype, count) for count in counts]
-        for found, count in zip(framework.run(lambda *xs: allreduce(list(xs), op="adasum"), inputs), counts, strict=True):
+        for found, count in zip(
+            framework.run(lambda *xs: allreduce(list(xs), op="adasum"), inputs), counts, strict=True
+        ):
             given = [numbers(rank, dtype, count).array for rank in range(ronde.size())]
             np.testing.assert_allclose(found.array, reduce(given, dtype, Op.ADASUM, 1.0, 1.0), rtol=1e-5)
 
@@ -574,7 +576,9 @@ def wrong_arguments_are_refused(framework: Framework) -> None:
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
-def _expect_gradients(framework: Framework, function: Callable[..., Any], inputs: Sequence[Array], *wanted: Any) -> None:
+def _expect_gradients(
+    framework: Framework, function: Callable[..., Any], inputs: Sequence[Array], *wanted: Any
+) -> None:
     found = framework.gradients(function, values(*inputs))
     for each, array in zip(found, wanted, strict=True):
         expect(each, np.asarray(array, each.array.dtype), each.dtype)
