@@ -271,8 +271,12 @@ class TensorFlowTraining:
         import keras
 
         ended_ns: list[int] = []
-        callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: ended_ns.append(time.perf_counter_ns()))
-        self._network.fit(self._dataset, steps_per_epoch=num_steps, verbose=0, callbacks=[callback])
+
+        class Timer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                ended_ns.append(time.perf_counter_ns())
+
+        self._network.fit(self._dataset, steps_per_epoch=num_steps, shuffle=False, verbose=0, callbacks=[Timer()])
         return ended_ns
 
     def checksum(self) -> int:
