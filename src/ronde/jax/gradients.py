@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import dispatch  # the only place of the tokens
 from jax.experimental import io_callback
 
 from ronde.comm.buffers import Array
@@ -23,6 +24,8 @@ from ronde.elastic.training_loop import register_error_finder
 from ronde.errors import RondeError
 
 MAX_KEPT_ERRORS = 16
+MAX_CHAIN = 16
+"""How many exceptions behind an error are looked at."""
 
 _kept_errors: deque[RondeError] = deque(maxlen=MAX_KEPT_ERRORS)
 
@@ -80,14 +83,28 @@ def keep_errors() -> Iterator[None]:
 
 
 def find_error(error: Exception) -> RondeError | None:
-    """Return the error of ronde that has caused an error of JAX; None if it has another cause."""
-    if not isinstance(error, jax.errors.JaxRuntimeError):
-        return None
-    text = str(error)
-    return next((kept for kept in reversed(_kept_errors) if str(kept) in text), None)
+    """Return the error of ronde that has caused an error of JAX; None if it has another cause. The error may have been
+    raised while that of JAX was handled: fit() of Keras fails once more when it looks for the results of the step."""
+    found: BaseException | None = error
+    for _ in range(MAX_CHAIN):
+        if isinstance(found, jax.errors.JaxRuntimeError):
+            text = str(found)
+            kept = next((kept for kept in reversed(_kept_errors) if str(kept) in text), None)
+            if kept is not None:
+                return kept
+        if found is None:
+            return None
+        found = found.__cause__ or found.__context__
+    return None
 
 
 register_error_finder(find_error)
+
+
+def forget_failed_callbacks() -> None:
+    """Let the next ordered callback run, although one before it has failed. JAX would wait for that one, and raise its
+    error again."""
+    dispatch.runtime_tokens.clear()
 
 
 def allreduce_arrays(group: Group, arrays: Sequence[Array], options: Mapping[str, Any], name: str) -> None:
