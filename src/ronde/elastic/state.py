@@ -465,7 +465,7 @@ def _find_part_maker(name: str, value: object) -> MakePart | None:
     known = next((kind for kind in kinds if kind in _part_makers), None)
     for library, (binding, attribute) in FRAMEWORK_BINDINGS.items():
         # A model of Keras may be a module of PyTorch, too, for which there is a part that does not fit.
-        is_missing = known is None or binding not in sys.modules
+        is_missing = known is None or (library == "keras" and binding not in sys.modules)
         if library in libraries and is_missing and hasattr(value, attribute):
             raise TypeError(f"{name} is a {type(value).__name__} of {library}: import {binding} before State() is made")
     if known is not None:

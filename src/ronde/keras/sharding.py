@@ -59,6 +59,7 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):  # type: ignore[misc] 
         group: Group | None,
     ) -> None:
         keras.utils.PyDataset.__init__(self)
+        self._start = None
         if not isinstance(data, tuple):
             raise TypeError(f"shard() takes a tuple such as (x, y), got a {type(data).__name__}")
         lengths = {len(each) for each in keras.tree.flatten(data) if each is not None}
@@ -75,7 +76,7 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):  # type: ignore[misc] 
             length=lengths.pop(),
         )
         self._data = data
-        self._start: SamplePosition | None = None
+        self._start: SamplePosition | None
         """Where the epoch of fit() that is under way has begun."""
         self._next_index = 0
         self._order_epoch = -1
@@ -112,6 +113,10 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):  # type: ignore[misc] 
     def on_epoch_end(self) -> None:
         """Called by fit()."""
         self._start = None
+
+    def _set(self, position: SamplePosition, carried_from: SamplePosition | None) -> None:
+        super()._set(position, carried_from)
+        self._start = None  # a call of fit() may have been left in the middle of an epoch
 
     def _get_batch(self, start: SamplePosition, index: int) -> Any:
         assert self.length is not None

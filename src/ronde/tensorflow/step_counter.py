@@ -61,9 +61,17 @@ def _is_in_eager_program() -> bool:
 def _get_variable() -> Any:
     with _lock:
         if _counter.variable is None:
-            with tf.init_scope(), tf.device("CPU:0"):
-                _counter.variable = tf.Variable(0, dtype=tf.int64, trainable=False, name="ronde_reductions")
+            # In a thread of its own: a function that is traced notices variables that are made meanwhile in its thread,
+            # and is traced once more because of them.
+            thread = threading.Thread(target=_make_variable, name="ronde-tensorflow-counter", daemon=True)
+            thread.start()
+            thread.join()
         return _counter.variable
+
+
+def _make_variable() -> None:
+    with tf.device("CPU:0"):
+        _counter.variable = tf.Variable(0, dtype=tf.int64, trainable=False, name="ronde_reductions")
 
 
 def _tensors_of(gradient: Any) -> list[Any]:
