@@ -114,3 +114,14 @@ def allreduce_arrays(group: Group, arrays: Sequence[Array], options: Mapping[str
         by_dtype.setdefault(array.dtype.name, []).append(array)
     for dtype, found in by_dtype.items():
         group.allreduce(found, out=found, name=f"{name}.{dtype}", **options)
+
+
+def call_on_host(function: Callable[[Array], Array], x: Any) -> Any:
+    """function(x) for an array on the host, also inside of jit; the result has the shape and dtype of x. The function may
+    run operations of ronde that have a name. JAX may leave it out if nobody uses the result."""
+
+    def call(array: Any) -> Array:
+        with keep_errors():
+            return function(np.asarray(array))
+
+    return jax.pure_callback(call, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")

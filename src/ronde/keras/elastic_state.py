@@ -178,7 +178,7 @@ class OptimizerPart(StatePart):
             optimizer = self._optimizer
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             self._all = VariableCopier(optimizer.variables)
-            self._numbers = VariableCopier([each for each in optimizer.variables if not each.shape])
+            self._numbers = VariableCopier([each for each in optimizer.variables if len(each.shape) == 0])
             self._accumulators = list(getattr(inner, "_accumulated_gradients", None) or ())
         return self._all
 
