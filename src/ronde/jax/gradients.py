@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import dispatch  # the only place of the tokens
+from jax._src import dispatch, effects  # the only place of the tokens, and of what is allowed
+from jax._src.callback import OrderedIOEffect
 from jax.experimental import io_callback
 
 from ronde.comm.buffers import Array
@@ -116,12 +117,18 @@ def allreduce_arrays(group: Group, arrays: Sequence[Array], options: Mapping[str
         group.allreduce(found, out=found, name=f"{name}.{dtype}", **options)
 
 
+# JAX refuses functions with effects that have a gradient of their own, since it might call them more or less often. Ours
+# are called in the step of every rank, and in its backward pass.
+effects.custom_derivatives_allowed_effects.add_type(OrderedIOEffect)
+
+
 def call_on_host(function: Callable[[Array], Array], x: Any) -> Any:
-    """function(x) for an array on the host, also inside of jit; the result has the shape and dtype of x. The function may
-    run operations of ronde that have a name. JAX may leave it out if nobody uses the result."""
+    """function(x) for an array on the host, also inside of jit; the result has the shape and dtype of x. Such calls are
+    made in the order of the program, also if nobody uses the result. The function may run operations that have a
+    name."""
 
     def call(array: Any) -> Array:
         with keep_errors():
             return function(np.asarray(array))
 
-    return jax.pure_callback(call, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")
+    return io_callback(call, jax.ShapeDtypeStruct(x.shape, x.dtype), x, ordered=True)

@@ -25,6 +25,10 @@ from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
 
 
+OPERATION_NAME = "ronde.keras.moments"
+"""On JAX, where operations of a step are called in the order of the program, by a thread of its own."""
+
+
 @keras.saving.register_keras_serializable(package="ronde")  # type: ignore[untyped-decorator]  # Keras has no types
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """Keras' BatchNormalization, with the statistics of all members of a group (default: all ranks) in training.
@@ -32,8 +36,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     Masked values do not count, and a member counts with as many values as it has. With 16-bit inputs statistics are of
     32 bits. Outside of training nothing is sent. A loaded or copied layer is for all ranks.
 
-    All members call it equally often, in the same order. On JAX its operations are matched by the name of the layer, so
-    ranks have to give layers the same names, and a layer that is used twice in a model has to be two.
+    All members call their layers in the same order.
     """
 
     def __init__(self, *args: Any, group: Group | None = None, **kwargs: Any) -> None:
@@ -63,18 +66,18 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         members = resolve_group(self._group)
         if not members.included or (members.size == 1 and not current_world().can_rejoin):
             return own[1], own[2]
-        return combine_moments(*own, group=self._group, name=f"{self.path}.moments")
+        return combine_moments(*own, group=self._group)
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
         """What it returns has the shape of its inputs; so nothing has to run to find that out."""
         return keras.KerasTensor(args[0].shape, dtype=self.compute_dtype)
 
 
-def combine_moments(count: Any, mean: Any, variance: Any, *, group: Group | None, name: str) -> tuple[Any, Any]:
+def combine_moments(count: Any, mean: Any, variance: Any, *, group: Group | None) -> tuple[Any, Any]:
     """Mean and variance over all members, of each member's number of values, mean and variance per channel; collective,
     and differentiable once."""
     combine = {"tensorflow": _combine_tensorflow, "torch": _combine_torch, "jax": _combine_jax}
-    return combine[keras.backend.backend()](count, mean, variance, group, name)
+    return combine[keras.backend.backend()](count, mean, variance, group)
 
 
 def weigh(count: Any, mean: Any, variance: Any) -> list[Any]:
@@ -97,7 +100,7 @@ def backpropagate(own: Any, combined: Any, gradients: Any) -> tuple[Any, Any]:
     return share * (d_mean + 2.0 * (mean - total_mean) * d_variance), share * d_variance
 
 
-def _combine_tensorflow(count: Any, mean: Any, variance: Any, group: Group | None, name: str) -> tuple[Any, Any]:
+def _combine_tensorflow(count: Any, mean: Any, variance: Any, group: Group | None) -> tuple[Any, Any]:
     import tensorflow as tf
 
     from ronde.tensorflow.collectives import allreduce
@@ -121,7 +124,7 @@ def _combine_tensorflow(count: Any, mean: Any, variance: Any, group: Group | Non
     return combined_mean, combined_variance
 
 
-def _combine_torch(count: Any, mean: Any, variance: Any, group: Group | None, name: str) -> tuple[Any, Any]:
+def _combine_torch(count: Any, mean: Any, variance: Any, group: Group | None) -> tuple[Any, Any]:
     from ronde.torch.gradients import call_outside_of_graphs
     from ronde.torch.moments import CombineMoments
 
@@ -131,14 +134,14 @@ def _combine_torch(count: Any, mean: Any, variance: Any, group: Group | None, na
     return combined_mean, combined_variance
 
 
-def _combine_jax(count: Any, mean: Any, variance: Any, group: Group | None, name: str) -> tuple[Any, Any]:
+def _combine_jax(count: Any, mean: Any, variance: Any, group: Group | None) -> tuple[Any, Any]:
     import jax
 
     from ronde.jax.gradients import call_on_host
 
     def allreduce(stacked: Any) -> Any:
         total = np.empty_like(stacked)
-        resolve_group(group).allreduce(stacked, out=total, name=name)
+        resolve_group(group).allreduce(stacked, out=total, name=OPERATION_NAME)
         return total
 
     def reduce_forward(stacked: Any) -> Any:

@@ -9,15 +9,24 @@ import numpy as np
 
 import ronde
 from ronde.comm.buffers import Array
-from ronde.keras import SyncBatchNormalization
-from tests.jobs.keras_checks.common import BACKEND, assert_close, error_of, values
+from ronde.keras import DistributedOptimizer, SyncBatchNormalization
+from tests.jobs.keras_checks.common import (
+    BACKEND,
+    assert_close,
+    assert_same_on_all_ranks,
+    error_of,
+    fit,
+    fit_alone,
+    values,
+    weights,
+)
 
 SIZES = (5, 3)
-"""Rows of the ranks' batches."""
+"""Rows of the ranks' batches, if a check does not say otherwise."""
 
 
-def run_layer(layer: Any, x: Array, weights: Array, mask: Array | None = None) -> tuple[Array, list[Array]]:
-    """What the layer returns in training, and the gradients of sum(y * weights) by x, gamma and beta."""
+def run_layer(layer: Any, x: Array, factors: Array, mask: Array | None = None) -> tuple[Array, list[Array]]:
+    """What the layer returns in training, and the gradients of sum(y * factors) by x, gamma and beta."""
     variables = layer.trainable_variables
     if BACKEND == "tensorflow":
         import tensorflow as tf
@@ -27,7 +36,7 @@ def run_layer(layer: Any, x: Array, weights: Array, mask: Array | None = None) -
             with tf.GradientTape() as tape:
                 tape.watch(x)
                 y = layer(x, training=True, mask=mask)
-                loss = tf.reduce_sum(tf.cast(y, tf.float32) * weights)
+                loss = tf.reduce_sum(tf.cast(y, tf.float32) * factors)
             return y, tape.gradient(loss, [x, *(each.value for each in variables)])
 
         y, gradients = compute(tf.constant(x))
@@ -36,7 +45,7 @@ def run_layer(layer: Any, x: Array, weights: Array, mask: Array | None = None) -
         y = layer(given, training=True, mask=None if mask is None else keras.ops.convert_to_tensor(mask))
         for each in variables:
             each.value.grad = None
-        (y.float() * keras.ops.convert_to_tensor(weights)).sum().backward()
+        (y.float() * keras.ops.convert_to_tensor(factors)).sum().backward()
         gradients = [given.grad, *(each.value.grad for each in variables)]
     else:
         import jax
@@ -45,7 +54,7 @@ def run_layer(layer: Any, x: Array, weights: Array, mask: Array | None = None) -
 
         def loss_of(x: Any, trainable: Any) -> Any:
             y, state = layer.stateless_call(trainable, others, x, training=True, mask=mask)
-            return (y.astype("float32") * weights).sum(), (y, state)
+            return (y.astype("float32") * factors).sum(), (y, state)
 
         compute_jax = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
         (_, (y, state)), (d_x, d_weights) = compute_jax(x, [each.value for each in variables])
@@ -56,19 +65,19 @@ def run_layer(layer: Any, x: Array, weights: Array, mask: Array | None = None) -
     return np.array(keras.ops.convert_to_numpy(y), "float32"), [np.array(each, "float32") for each in found]
 
 
-def batches(shape: tuple[int, ...], dtype: str = "float32", *, masked: bool = False) -> tuple[Any, ...]:
-    """Inputs, weights of the loss and mask, of all ranks together, and where those of this rank are."""
+def batches(shape: tuple[int, ...], dtype: str, sizes: tuple[int, ...], *, masked: bool) -> tuple[Any, ...]:
+    """Inputs, factors of the loss and mask, of all ranks together, and where those of this rank are."""
     source = np.random.default_rng(11)
-    x = (100.0 + 3.0 * source.normal(size=(sum(SIZES), *shape))).astype(dtype)
-    weights = source.normal(size=x.shape).astype("float32")
-    mask = source.random((sum(SIZES), *shape[:-1])) < 0.6 if masked else None
-    start = sum(SIZES[: ronde.rank()])
-    return x, weights, mask, slice(start, start + SIZES[ronde.rank()])
+    x = (100.0 + 3.0 * source.normal(size=(sum(sizes), *shape))).astype(dtype)
+    factors = source.normal(size=x.shape).astype("float32")
+    mask = source.random((sum(sizes), *shape[:-1])) < 0.6 if masked else None
+    start = sum(sizes[: ronde.rank()])
+    return x, factors, mask, slice(start, start + sizes[ronde.rank()])
 
 
 def compare(shape: tuple[int, ...], *, masked: bool = False, tolerance: float = 2e-3, **options: Any) -> None:
-    dtype = options.pop("inputs", "float32")
-    x, weights, mask, mine = batches(shape, "float32" if dtype == "bfloat16" else dtype, masked=masked)
+    dtype, sizes = options.pop("inputs", "float32"), options.pop("sizes", SIZES)
+    x, factors, mask, mine = batches(shape, "float32" if dtype == "bfloat16" else dtype, sizes, masked=masked)
     if dtype == "bfloat16":
         x = np.array(keras.ops.convert_to_numpy(keras.ops.cast(x, dtype)), x.dtype)  # rounded, as both will see it
     ours, alone = SyncBatchNormalization(name="sync", **options), keras.layers.BatchNormalization(**options)
@@ -79,20 +88,38 @@ def compare(shape: tuple[int, ...], *, masked: bool = False, tolerance: float = 
     for variable, other in zip(ours.weights, alone.weights, strict=True):
         other.assign(variable)
     given = {} if mask is None else {"mask": mask[mine]}
-    y, gradients = run_layer(ours, x[mine], weights[mine], **given)
-    all_y, all_gradients = run_layer(alone, x, weights, mask)
+    y, gradients = run_layer(ours, x[mine], factors[mine], **given)
+    all_y, all_gradients = run_layer(alone, x, factors, mask)
     assert_close([y], [all_y[mine]], rtol=tolerance, atol=tolerance)
     assert_close([gradients[0]], [all_gradients[0][mine]], rtol=tolerance, atol=tolerance)
     for own, expected in zip(gradients[1:], all_gradients[1:], strict=True):  # the optimizer adds them up
         assert_close([ronde.allreduce(own)], [expected], rtol=tolerance, atol=10 * tolerance)
-    assert_close(values(ours.non_trainable_variables), values(alone.non_trainable_variables), rtol=1e-5, atol=1e-5)
+    axis, kept = ours.axis % x.ndim, ours.momentum
+    channels = np.moveaxis(x.astype("float64"), axis, -1).reshape(-1, x.shape[axis])
+    counted = channels if mask is None else channels[mask.reshape(-1)]
+    expected_statistics = [counted.mean(0) * (1 - kept), kept + counted.var(0) * (1 - kept)]
+    assert_close(values([ours.moving_mean, ours.moving_variance]), expected_statistics, rtol=1e-5)
 
 
 def check_synchronized_batch_norm_is_that_of_all_batches_together() -> None:
-    """The ranks' batches differ in size."""
+    """The ranks' batches differ in size, and one has none."""
     compare((4,))
+    compare((4,), sizes=(0, 8))
     compare((2, 3, 4), epsilon=1e-2, momentum=0.7)
     compare((4, 6), axis=1)
+
+
+def check_a_model_with_synchronized_batch_norm_learns_like_one_process() -> None:
+    def make(kind: Any) -> Any:
+        keras.utils.set_random_seed(6)
+        dense = keras.layers.Dense
+        return keras.Sequential([keras.layers.Input((8,)), dense(6), kind(), dense(6), kind(), dense(3)])
+
+    ours, alone = make(SyncBatchNormalization), make(keras.layers.BatchNormalization)
+    fit(ours, DistributedOptimizer(keras.optimizers.SGD(0.1)), epochs=2)
+    fit_alone(alone, keras.optimizers.SGD(0.1), epochs=2)
+    assert_close(weights(ours), weights(alone), rtol=1e-3, atol=1e-4)
+    assert_same_on_all_ranks(weights(ours))
 
 
 def check_synchronized_batch_norm_leaves_masked_values_out() -> None:
