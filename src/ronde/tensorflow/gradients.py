@@ -38,6 +38,7 @@ from ronde.tensorflow.graph_operations import (
 )
 from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import find_group, plan_channels
+from ronde.tensorflow.step_counter import count_reduction
 from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
 from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
@@ -72,7 +73,7 @@ def reduce_gradients(
     if len(gradients) != len(variables):
         raise ValueError(f"reduce_gradients got {len(gradients)} gradients for {len(variables)} variables")
     if members.size == 1 and not get_world_can_change():
-        return list(gradients)
+        return count_reduction(list(gradients))
     names = variable_names(variables)
     wanted.check_names(names)
     given = zip(gradients, variables, names, strict=True)
@@ -96,7 +97,7 @@ def reduce_gradients(
         options = GraphOperation("allreduce", group=members.id, op=op.name.lower())
         part = None if tf.executing_eagerly() else f"{plan_name}.{index}"
         results[index] = allreduce_slices(members, prepared[index], options, part)
-    return results
+    return count_reduction(results)
 
 
 def variable_names(variables: Sequence[Any]) -> list[str]:
