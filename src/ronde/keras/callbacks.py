@@ -16,16 +16,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from ronde.comm import objects
 from ronde.comm.collectives import mark_step
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
-<<<<<<< HEAD
-=======
 from ronde.elastic.state import State
 from ronde.keras.optimizer import DistributedBase
->>>>>>> elastic
 from ronde.keras.variables import broadcast_parameters, variables_of
 from ronde.text import format_rank_answers
 from ronde.training.data_position import DataPosition
@@ -57,22 +55,10 @@ class BroadcastInitialState(keras.callbacks.Callback):
         if self._is_done:
             return
         model = self.model
-<<<<<<< HEAD
-        mine = self.params.get("steps"), self.params.get("epochs"), is_built(model)
-        steps, epochs, built = zip(*objects.allgather(mine, group=members), strict=True)
-        for what, counts in (("batches", steps), ("epochs", epochs)):
-            if len(set(counts) - {None}) > 1:
-                told = format_rank_answers(dict(zip(members.ranks, map(str, counts), strict=True)), ": ")
-                raise ValueError(
-                    f"the ranks have different numbers of {what} in fit(). {told}. Every batch averages gradients over "
-                    "all ranks, so all need equally many: pass steps_per_epoch=, or shard the data evenly"
-                )
-        if all(built):
-=======
-        switch_off_xla(model)
         if all(compare_numbers(members, self.params, is_built(model))):
->>>>>>> elastic
             self._broadcast()
+        elif isinstance(model.optimizer, DistributedBase):  # before that, the ranks may differ
+            model.optimizer.gradient_reduction.compare_after(int(model.steps_per_execution))
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Broadcast before the second batch, if the first one has built the model."""
@@ -116,19 +102,6 @@ def is_built(model: Any) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
-<<<<<<< HEAD
-=======
-def switch_off_xla(model: Any) -> None:
-    """On the TensorFlow backend, let a model that is compiled with XLA train without: XLA has no operation of ours."""
-    if keras.backend.backend() != "tensorflow" or not model.jit_compile:
-        return
-    if isinstance(model.optimizer, DistributedBase) and model.optimizer.gradient_reduction.is_needed:
-        if current_world().rank == 0:
-            logger.warning("jit_compile is switched off for training: XLA cannot average gradients over ranks")
-        model.jit_compile = False
-        model.make_train_function(force=True)
-
-
 class TrackState(keras.callbacks.Callback):
     """Keeps an elastic State while fit() runs in ronde.elastic.run(): it ends a step of the State after every batch, and
     commits every `commit_every` batches and at the end of every epoch.
@@ -153,7 +126,6 @@ class TrackState(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Prepare the model, and see to it that all ranks have equally many batches."""
-        switch_off_xla(self.model)
         compare_numbers(resolve_group(None), self.params)
         self._num_since_commit = 0
         self._first_batch = int(getattr(self._state, "batch", 0))
@@ -206,7 +178,6 @@ class TrackState(keras.callbacks.Callback):
         state.commit()
 
 
->>>>>>> elastic
 class MetricAverage(keras.callbacks.Callback):
     """Averages the metrics of every epoch over all ranks, for the callbacks after it and for the history.
 
@@ -239,9 +210,16 @@ class MetricAverage(keras.callbacks.Callback):
             return
         trained = count_samples(self.model) if self._num_trained is None else self._num_trained
         validated = 1.0 if self._num_validated is None else self._num_validated
-        numbers = {name: float(value) for name, value in sorted(logs.items()) if isinstance(value, int | float)}
+        numbers = {name: float(value) for name, value in sorted(logs.items()) if is_number(value)}
         counts = {name: validated if name.startswith("val_") else trained for name in numbers}
         logs.update(average_metrics(numbers, count=counts, group=self._group))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric is one number: of Python, of NumPy or in a tensor."""
+    if isinstance(value, int | float | np.number):
+        return True
+    return hasattr(value, "dtype") and getattr(value, "shape", None) == () and not isinstance(value, np.bool_)
 
 
 def count_samples(model: Any) -> float:
