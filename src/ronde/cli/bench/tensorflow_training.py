@@ -67,7 +67,7 @@ def tiny() -> Any:
     """A thousand parameters of sixteen numbers and next to no arithmetic: what is left is the cost per parameter."""
     import keras
 
-    class Chain(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    class ScaleChain(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         def build(self, _: Any) -> None:
             self.scales = [self.add_weight(shape=(16,), initializer="ones") for _ in range(1000)]
 
@@ -76,7 +76,7 @@ def tiny() -> Any:
                 x = x * scale
             return x
 
-    return [Chain()]
+    return [ScaleChain()]
 
 
 NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
@@ -100,6 +100,8 @@ class GradientLibrary:
     """Returns the gradients as the optimizer gets them. `codec` is what they are on the wire, or None."""
     distribute: Callable[..., Any] = lambda optimizer, codec: optimizer
     """Makes an optimizer of Keras average gradients."""
+    make_callbacks: Callable[[], list[Any]] = list
+    """Returns the callbacks that fit() gets."""
     strategy: Any = None
     """A strategy of TensorFlow, in which optimizers of Keras sum gradients."""
     close: Callable[[], object] = field(default=lambda: None)
@@ -107,6 +109,11 @@ class GradientLibrary:
 
 def join(name: str, framework: str, rank: int, size: int) -> GradientLibrary:
     """Join the ranks of a library. Rank and size are of one that does not know them itself."""
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        wrong = f"Keras is measured on its TensorFlow backend, and here it has {keras.backend.backend()}"
+        raise RuntimeError(f"{wrong}; set KERAS_BACKEND=tensorflow")
     use_one_thread()
     if name == "apart":
         return GradientLibrary(rank, size)
@@ -121,7 +128,7 @@ def join(name: str, framework: str, rank: int, size: int) -> GradientLibrary:
     if name == "lockstep":
         joined.reduce = _wait_for_all
     elif framework == "keras":
-        joined.distribute = _distribute_optimizer
+        joined.distribute, joined.make_callbacks = _distribute_optimizer, _make_callbacks
     else:
         joined.reduce = _reduce_with_tape
     return joined
@@ -144,6 +151,12 @@ def _distribute_optimizer(optimizer: Any, codec: str | None) -> Any:
     import ronde.keras
 
     return ronde.keras.DistributedOptimizer(optimizer, codec=codec)
+
+
+def _make_callbacks() -> list[Any]:
+    from ronde.keras.callbacks import BroadcastInitialState, MetricAverage
+
+    return [BroadcastInitialState(), MetricAverage()]
 
 
 def _wait_for_all(tape: Any, loss: Any, variables: Sequence[Any], codec: str | None) -> Any:
@@ -272,11 +285,12 @@ class TensorFlowTraining:
 
         ended_ns: list[int] = []
 
-        class Timer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+        class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
                 ended_ns.append(time.perf_counter_ns())
 
-        self._network.fit(self._dataset, steps_per_epoch=num_steps, shuffle=False, verbose=0, callbacks=[Timer()])
+        callbacks = [*self._library.make_callbacks(), StepTimer()]
+        self._network.fit(self._dataset, steps_per_epoch=num_steps, shuffle=False, verbose=0, callbacks=callbacks)
         return ended_ns
 
     def checksum(self) -> int:
