@@ -10,13 +10,14 @@ Every rank has one thread for the kernels of TensorFlow and one inside of them.
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 IMAGENET_CLASSES = 1000
 LEARNING_RATE = 1e-5
@@ -176,11 +177,7 @@ def _wait_for_all(tape: Any, loss: Any, variables: Sequence[Any], codec: str | N
 
 def _join_horovod(framework: str) -> GradientLibrary:
     """Horovod's interface, as the compatibility package has it over ronde."""
-    if framework == "keras":
-        import horovod.keras as hvd
-    else:
-        import horovod.tensorflow as hvd  # type: ignore[no-redef]
-
+    hvd: Any = importlib.import_module(f"horovod.{framework}")
     hvd.init()
 
     def compression(codec: str | None) -> Any:
@@ -208,6 +205,18 @@ def _join_strategy(rank: int, size: int) -> GradientLibrary:
 
 
 # --- training --------------------------------------------------------------------------------------------------------
+
+
+class StepEnd(NamedTuple):
+    """When a step has ended."""
+
+    wall_ns: int
+    cpu_ns: int
+    """What this process has computed by then."""
+
+
+def read_clocks() -> StepEnd:
+    return StepEnd(time.perf_counter_ns(), time.process_time_ns())
 
 
 class TensorFlowTraining:
@@ -260,10 +269,9 @@ class TensorFlowTraining:
     def time_steps(self, num_steps: int) -> dict[str, list[int]]:
         """Nanoseconds of each of so many steps, back to back, after one that is not timed; and the processor time of a
         step."""
-        start_ns = time.process_time_ns()
-        ended_ns = self._fit(1 + num_steps) if self._is_fit else self._run(1 + num_steps)
-        cpu_ns = (time.process_time_ns() - start_ns) // (1 + num_steps)
-        return {"took_ns": [after - before for before, after in pairwise(ended_ns)], "cpu_ns": [cpu_ns]}
+        ends = self._fit(1 + num_steps) if self._is_fit else self._run(1 + num_steps)
+        cpu_ns = (ends[-1].cpu_ns - ends[0].cpu_ns) // num_steps
+        return {"took_ns": [after.wall_ns - before.wall_ns for before, after in pairwise(ends)], "cpu_ns": [cpu_ns]}
 
     def step(self) -> None:
         if self._is_fit:
@@ -271,27 +279,27 @@ class TensorFlowTraining:
         else:
             self._run(1)
 
-    def _run(self, num_steps: int) -> list[int]:
+    def _run(self, num_steps: int) -> list[StepEnd]:
         """Train, and return when each step has ended."""
-        clock, (x, labels) = time.perf_counter_ns, self._batch
-        ended_ns = []
+        x, labels = self._batch
+        ends = []
         for _ in range(num_steps):
             self._step(x, labels)  # on processors it returns when the step is over
-            ended_ns.append(clock())
-        return ended_ns
+            ends.append(read_clocks())
+        return ends
 
-    def _fit(self, num_steps: int) -> list[int]:
+    def _fit(self, num_steps: int) -> list[StepEnd]:
         import keras
 
-        ended_ns: list[int] = []
+        ends: list[StepEnd] = []
 
         class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-                ended_ns.append(time.perf_counter_ns())
+                ends.append(read_clocks())
 
         callbacks = [*self._library.make_callbacks(), StepTimer()]
         self._network.fit(self._dataset, steps_per_epoch=num_steps, shuffle=False, verbose=0, callbacks=callbacks)
-        return ended_ns
+        return ends
 
     def checksum(self) -> int:
         """Differs when any bit of the gradients does: after one step, the momentum has all of their bits."""
