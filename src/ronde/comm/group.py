@@ -499,8 +499,8 @@ class Group:
         return self._num_reducers
 
     def open_plan_channel(self, bucket_bytes: int, name: str, *, overlapped: bool = False) -> Channel:
-        # A channel for one plan. All members open those of one name, which may be empty, in the same order. `overlapped`
-        # is that of ChannelSpec.
+        # A channel for one plan. All members open those of one name, which may be empty, in the same order. The options
+        # are those of ChannelSpec.
         self._num_plans[name] += 1
         suffix = f"plan.{name}{'.' if name else ''}{self._num_plans[name]}"
         options = {"bucket_bytes": bucket_bytes, "overlapped": overlapped}
