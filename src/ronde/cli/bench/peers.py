@@ -77,7 +77,9 @@ class MeasuredLibrary:
 
     def commands(self, size: int) -> list[tuple[str, ...]]:
         """Start so many ranks: with `ronde run`, with mpiexec, or as plain processes on the loopback interface."""
-        program = (self.python, RANK_PROGRAM, ".".join(filter(None, (self.library, self.framework))))
+        program: tuple[str, ...] = (self.python, RANK_PROGRAM, ".".join(filter(None, (self.library, self.framework))))
+        if self.framework == "tensorflow":
+            program = ("env", "KERAS_BACKEND=tensorflow", *program)  # its layers are those of Keras
         if self.library in (RONDE, HOROVOD, LOCKSTEP):
             flags = ("-np", str(size), "--grace", "0.5", "--terminate", "0.5")
             return [(*ONE_THREAD, *RONDE_RUN, *flags, "--", *program)]

@@ -10,13 +10,14 @@ Every rank has one thread for the kernels of TensorFlow and one inside of them.
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 IMAGENET_CLASSES = 1000
 LEARNING_RATE = 1e-5
@@ -67,7 +68,7 @@ def tiny() -> Any:
     """A thousand parameters of sixteen numbers and next to no arithmetic: what is left is the cost per parameter."""
     import keras
 
-    class Chain(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    class ScaleChain(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         def build(self, _: Any) -> None:
             self.scales = [self.add_weight(shape=(16,), initializer="ones") for _ in range(1000)]
 
@@ -76,7 +77,7 @@ def tiny() -> Any:
                 x = x * scale
             return x
 
-    return [Chain()]
+    return [ScaleChain()]
 
 
 NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
@@ -100,6 +101,8 @@ class GradientLibrary:
     """Returns the gradients as the optimizer gets them. `codec` is what they are on the wire, or None."""
     distribute: Callable[..., Any] = lambda optimizer, codec: optimizer
     """Makes an optimizer of Keras average gradients."""
+    make_callbacks: Callable[[], list[Any]] = list
+    """Returns the callbacks that fit() gets."""
     strategy: Any = None
     """A strategy of TensorFlow, in which optimizers of Keras sum gradients."""
     close: Callable[[], object] = field(default=lambda: None)
@@ -107,6 +110,11 @@ class GradientLibrary:
 
 def join(name: str, framework: str, rank: int, size: int) -> GradientLibrary:
     """Join the ranks of a library. Rank and size are of one that does not know them itself."""
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        wrong = f"Keras is measured on its TensorFlow backend, and here it has {keras.backend.backend()}"
+        raise RuntimeError(f"{wrong}; set KERAS_BACKEND=tensorflow")
     use_one_thread()
     if name == "apart":
         return GradientLibrary(rank, size)
@@ -121,7 +129,7 @@ def join(name: str, framework: str, rank: int, size: int) -> GradientLibrary:
     if name == "lockstep":
         joined.reduce = _wait_for_all
     elif framework == "keras":
-        joined.distribute = _distribute_optimizer
+        joined.distribute, joined.make_callbacks = _distribute_optimizer, _make_callbacks
     else:
         joined.reduce = _reduce_with_tape
     return joined
@@ -146,6 +154,12 @@ def _distribute_optimizer(optimizer: Any, codec: str | None) -> Any:
     return ronde.keras.DistributedOptimizer(optimizer, codec=codec)
 
 
+def _make_callbacks() -> list[Any]:
+    from ronde.keras.callbacks import BroadcastInitialState, MetricAverage
+
+    return [BroadcastInitialState(), MetricAverage()]
+
+
 def _wait_for_all(tape: Any, loss: Any, variables: Sequence[Any], codec: str | None) -> Any:
     """The gradients of this rank, once all ranks have theirs. What the ranks wait in is the shortest operation that a
     graph can have: a bucket of one number."""
@@ -163,11 +177,7 @@ def _wait_for_all(tape: Any, loss: Any, variables: Sequence[Any], codec: str | N
 
 def _join_horovod(framework: str) -> GradientLibrary:
     """Horovod's interface, as the compatibility package has it over ronde."""
-    if framework == "keras":
-        import horovod.keras as hvd
-    else:
-        import horovod.tensorflow as hvd  # type: ignore[no-redef]
-
+    hvd: Any = importlib.import_module(f"horovod.{framework}")
     hvd.init()
 
     def compression(codec: str | None) -> Any:
@@ -195,6 +205,18 @@ def _join_strategy(rank: int, size: int) -> GradientLibrary:
 
 
 # --- training --------------------------------------------------------------------------------------------------------
+
+
+class StepEnd(NamedTuple):
+    """When a step has ended."""
+
+    wall_ns: int
+    cpu_ns: int
+    """What this process has computed by then."""
+
+
+def read_clocks() -> StepEnd:
+    return StepEnd(time.perf_counter_ns(), time.process_time_ns())
 
 
 class TensorFlowTraining:
@@ -247,10 +269,9 @@ class TensorFlowTraining:
     def time_steps(self, num_steps: int) -> dict[str, list[int]]:
         """Nanoseconds of each of so many steps, back to back, after one that is not timed; and the processor time of a
         step."""
-        start_ns = time.process_time_ns()
-        ended_ns = self._fit(1 + num_steps) if self._is_fit else self._run(1 + num_steps)
-        cpu_ns = (time.process_time_ns() - start_ns) // (1 + num_steps)
-        return {"took_ns": [after - before for before, after in pairwise(ended_ns)], "cpu_ns": [cpu_ns]}
+        ends = self._fit(1 + num_steps) if self._is_fit else self._run(1 + num_steps)
+        cpu_ns = (ends[-1].cpu_ns - ends[0].cpu_ns) // num_steps
+        return {"took_ns": [after.wall_ns - before.wall_ns for before, after in pairwise(ends)], "cpu_ns": [cpu_ns]}
 
     def step(self) -> None:
         if self._is_fit:
@@ -258,26 +279,27 @@ class TensorFlowTraining:
         else:
             self._run(1)
 
-    def _run(self, num_steps: int) -> list[int]:
+    def _run(self, num_steps: int) -> list[StepEnd]:
         """Train, and return when each step has ended."""
-        clock, (x, labels) = time.perf_counter_ns, self._batch
-        ended_ns = []
+        x, labels = self._batch
+        ends = []
         for _ in range(num_steps):
             self._step(x, labels)  # on processors it returns when the step is over
-            ended_ns.append(clock())
-        return ended_ns
+            ends.append(read_clocks())
+        return ends
 
-    def _fit(self, num_steps: int) -> list[int]:
+    def _fit(self, num_steps: int) -> list[StepEnd]:
         import keras
 
-        ended_ns: list[int] = []
+        ends: list[StepEnd] = []
 
-        class Timer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+        class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-                ended_ns.append(time.perf_counter_ns())
+                ends.append(read_clocks())
 
-        self._network.fit(self._dataset, steps_per_epoch=num_steps, shuffle=False, verbose=0, callbacks=[Timer()])
-        return ended_ns
+        callbacks = [*self._library.make_callbacks(), StepTimer()]
+        self._network.fit(self._dataset, steps_per_epoch=num_steps, shuffle=False, verbose=0, callbacks=callbacks)
+        return ends
 
     def checksum(self) -> int:
         """Differs when any bit of the gradients does: after one step, the momentum has all of their bits."""
