@@ -11,7 +11,8 @@ added. In the graph of a session that is not possible, because a step runs only 
 not need each other have to be few, or TensorFlow needs as many threads.
 
 XLA can compile neither kind of node. A tf.function with jit_compile=True that adds one is traced without XLA, and a
-line says so.
+line says so. In a loop, an operation has the same name in each turn. In a tf.function the turns come one after the
+other; in a graph of a session they may overtake each other, so there a loop has to say parallel_iterations=1.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def backward_name(name: str | None) -> str | None:
     return f"{name}.backward" if tf.executing_eagerly() else unique_in_graph(f"{name}.backward")
 
 
-# --- XLA -------------------------------------------------------------------------------------------------------------
+# --- XLA and loops ---------------------------------------------------------------------------------------------------
 
 FUNCTION_CLASS: type = type(tf.function(lambda: None))
 MUST_COMPILE = "_XlaMustCompile"
@@ -108,12 +109,28 @@ TRACING_OPTIONS = ("_variable_creation_config", "_no_variable_creation_config")
 """Where a tf.function keeps the attributes that its next traced functions get."""
 
 
-def get_graph_ops() -> Any:
+def get_graph_ops(*, communicates: bool = True) -> Any:
     """The functions that add native operations to a graph; None if operations have to run through Python. Called
-    before a node is added: functions that are being traced for XLA are traced without it from here on."""
+    before a node is added: functions that are being traced for XLA are traced without it from here on, and a node that
+    communicates is refused where ranks could mistake one turn of a loop for another."""
     for function in _find_functions_for_xla():
         _switch_off_xla(function)
+    if communicates and not tf.compat.v1.executing_eagerly_outside_functions():
+        _check_loops()
     return get_ops()
+
+
+def _check_loops() -> None:
+    """Raise if a loop is being added to the graph of a session whose turns may overtake each other."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "while_loop" and frame.f_locals.get("parallel_iterations", 1) != 1:
+            raise ValueError(
+                "an operation that communicates is in a loop of a session's graph whose turns may overtake each other, "
+                "so that ranks would mix up their numbers; pass parallel_iterations=1 to tf.while_loop (or tf.scan, "
+                "tf.map_fn)"
+            )
 
 
 def _find_functions_for_xla() -> list[Any]:
@@ -212,7 +229,7 @@ def add_barrier(operation: GraphOperation) -> Any:
 
 def add_number(operation: GraphOperation) -> Any:
     """A node with a rank or a size when it runs; of `join`, the rank that has joined last."""
-    ops = get_graph_ops()
+    ops = get_graph_ops(communicates=operation.kind not in NUMBERS)
     if ops is None:
         return _add_python_operation(operation, [], [tf.int32], [tf.TensorShape([])])[0]
     number = ops.ronde_number(operation=operation.encode())

@@ -113,6 +113,30 @@ def a_loop_uses_a_name_again_and_again() -> None:
 
 
 @check
+def turns_of_a_loop_are_not_mixed_up() -> None:
+    me = ronde.rank()
+
+    def compute(parallel_iterations: int) -> Any:
+        def turn(index: Any, found: Any) -> Any:
+            # Every second turn takes long, on one rank the even ones and on the other the odd ones.
+            count = tf.where(tf.equal(index % 2, me), 500, 1)
+            ones = tf.ones([count, count])
+            x = tf.cast(index, tf.float32) + 0.0 * tf.reduce_sum(ones @ ones)
+            return index + 1, found.write(index, rt.allreduce(x))
+
+        begin = [0, tf.TensorArray(tf.float32, 12)]
+        _, found = tf.while_loop(lambda index, _: index < 12, turn, begin, parallel_iterations=parallel_iterations)
+        return found.stack()
+
+    expected = [2.0 * index for index in range(12)]
+    assert tf.function(lambda: compute(10))().numpy().tolist() == expected
+    with tf.Graph().as_default(), make_session() as session:
+        assert session.run(compute(1)).tolist() == expected
+        with pytest.raises(ValueError, match="pass parallel_iterations=1 to tf.while_loop"):
+            compute(10)
+
+
+@check
 def a_rank_may_trace_functions_that_others_do_not() -> None:
     me = ronde.rank()
 
