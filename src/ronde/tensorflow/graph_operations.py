@@ -128,8 +128,8 @@ def _check_loops() -> None:
         if frame.f_code.co_name == "while_loop" and frame.f_locals.get("parallel_iterations", 1) != 1:
             raise ValueError(
                 "an operation that communicates is in a loop of a session's graph whose turns may overtake each other, "
-                "so that ranks would mix up their numbers; pass parallel_iterations=1 to tf.while_loop (or tf.scan, "
-                "tf.map_fn)"
+                "so that ranks would mix up their numbers; pass parallel_iterations=1 to tf.while_loop, tf.scan or "
+                "tf.map_fn, or for a loop of Python to tf.autograph.experimental.set_loop_options"
             )
 
 

@@ -2,8 +2,8 @@
 
 `python tensorflow_strategies.py together|alone plain|ronde|horovod FOLDER NAME` writes FOLDER/NAME-RANK.json. What is
 `plain` knows nothing of ronde; the others call ronde.init() or hvd.init() before they make a strategy. A process does
-either `together` or `alone`: MultiWorkerMirroredStrategy has to come first, and after it MirroredStrategy would take the
-devices of other workers for its own.
+either `together` or `alone`: MultiWorkerMirroredStrategy has to come first, and after it MirroredStrategy would take
+the devices of other workers for its own.
 """
 
 from __future__ import annotations

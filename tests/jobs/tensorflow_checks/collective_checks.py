@@ -132,7 +132,7 @@ def turns_of_a_loop_are_not_mixed_up() -> None:
     assert tf.function(lambda: compute(10))().numpy().tolist() == expected
     with tf.Graph().as_default(), make_session() as session:
         assert session.run(compute(1)).tolist() == expected
-        with pytest.raises(ValueError, match="pass parallel_iterations=1 to tf.while_loop"):
+        with pytest.raises(ValueError, match="pass parallel_iterations=1 to tf"):
             compute(10)
 
 
