@@ -11,8 +11,9 @@ added. In the graph of a session that is not possible, because a step runs only 
 not need each other have to be few, or TensorFlow needs as many threads.
 
 XLA can compile neither kind of node. A tf.function with jit_compile=True that adds one is traced without XLA, and a
-line says so. In a loop, an operation has the same name in each turn. In a tf.function the turns come one after the
-other; in a graph of a session they may overtake each other, so there a loop has to say parallel_iterations=1.
+line says so. In a loop, an operation has the same name in each turn, and in a tf.function in each call. In a
+tf.function that is called eagerly, turns and calls come one after the other. In a graph of a session they may overtake
+each other, so there a loop has to say parallel_iterations=1, and functions that communicate are refused.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ logger = logging.getLogger("ronde.tensorflow")
 
 AUTOGRAPH_FILE = "__autograph_generated_file"
 AUTOGRAPH_PREFIX = "tf__"
+CONTROL_FLOW_GRAPHS = ("Cond", "_Cond", "While", "_While")
+"""How the names of TensorFlow's classes begin for the graphs of branches and loops."""
 
 _PACKAGES = (
     *(f"{Path(sys.modules[name].__file__ or '').parent}/" for name in ("ronde", "tensorflow")),
@@ -81,10 +84,18 @@ def find_call_site() -> str:
 
 def unique_in_graph(base: str) -> str:
     """The name, with a number if this graph has it already. Equal on all ranks that build the same graph."""
-    counts = _name_counts.setdefault(tf.compat.v1.get_default_graph(), Counter())
+    counts = _name_counts.setdefault(_enclosing_graph(), Counter())
     number = counts[base]
     counts[base] += 1
     return f"{base}#{number}" if number else base
+
+
+def _enclosing_graph() -> Any:
+    """The graph that is being built, of a session or of a tf.function: not that of a branch or a loop in it."""
+    graph = tf.compat.v1.get_default_graph()
+    while type(graph).__name__.startswith(CONTROL_FLOW_GRAPHS) and getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    return graph
 
 
 def operation_name(kind: str, name: str | None) -> str:
@@ -116,12 +127,19 @@ def get_graph_ops(*, communicates: bool = True) -> Any:
     for function in _find_functions_for_xla():
         _switch_off_xla(function)
     if communicates and not tf.compat.v1.executing_eagerly_outside_functions():
-        _check_loops()
+        _check_order()
     return get_ops()
 
 
-def _check_loops() -> None:
-    """Raise if a loop is being added to the graph of a session whose turns may overtake each other."""
+def _check_order() -> None:
+    """Raise if the operation that is being added to the graph of a session could run several times in any order: in a
+    loop whose turns may overtake each other, or in a function that may be called several times."""
+    if _enclosing_graph().building_function:
+        raise ValueError(
+            "an operation that communicates is in a tf.function inside of a session's graph, which runs the calls of a "
+            "function in any order, so that ranks would mix up their numbers; leave @tf.function away there, or run "
+            "the function eagerly"
+        )
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -129,7 +147,7 @@ def _check_loops() -> None:
             raise ValueError(
                 "an operation that communicates is in a loop of a session's graph whose turns may overtake each other, "
                 "so that ranks would mix up their numbers; pass parallel_iterations=1 to tf.while_loop, tf.scan or "
-                "tf.map_fn, or for a loop of Python to tf.autograph.experimental.set_loop_options"
+                "tf.map_fn"
             )
 
 
