@@ -44,7 +44,7 @@ def environment(**more: str) -> dict[str, str]:
 )
 def test_the_checks_pass_with_kernels_and_through_python(python: Path, ops: str, tmp_path: Path) -> None:
     env = environment(RONDE_TENSORFLOW_OPS="auto" if ops == "mixed" else ops, XDG_CACHE_HOME=str(tmp_path))
-    choose = [sys.executable, CHECKS / "mixed_ranks.py"] if ops == "mixed" else []
+    choose: list[str | Path] = [sys.executable, CHECKS / "mixed_ranks.py"] if ops == "mixed" else []
     done = run_command([*RUN, *choose, python, "-m", "tests.jobs.tensorflow_checks"], env=env, limit_s=LONG_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     sources = [path.read_text() for path in CHECKS.glob("*_checks.py")]

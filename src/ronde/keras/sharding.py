@@ -97,7 +97,9 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):  # type: ignore[misc] 
         """Return this rank's part of a batch, counted from the beginning of the epoch of fit() or from the position."""
         if self._start is not None:
             if index not in (0, self._next_index):
-                raise ValueError("fit() asks for batches in a random order: pass shuffle=False, shard() has shuffled them")
+                raise ValueError(
+                    "fit() asks for batches in a random order: pass shuffle=False, shard() has shuffled them"
+                )
             self._next_index = index + 1
         return self._get_batch(self._start or self._next_position(), index)
 

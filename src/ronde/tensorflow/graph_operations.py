@@ -6,17 +6,16 @@ how many times that place has added an operation to this function. Branches and 
 of their own, count with the function in which they are. TensorFlow's own names are not used: they change when a rank
 traces one function more than the others, or traces one again.
 
-A node may run several times in a step, always after its last run has ended: TensorFlow runs the calls of one function
-in the order in which they were added, and the turns of a loop one after the other, because it waits for all nodes of
-ours at the end of each.
-
 A node is a native kernel, or Python through numpy_function where the kernels cannot be used. Such Python nodes hold a
 thread of TensorFlow while they wait, so those of a function run one after the other, in the order in which they were
 added. In the graph of a session that is not possible, because a step runs only a part of it: there, operations that do
 not need each other have to be few, or TensorFlow needs as many threads.
 
 XLA can compile neither kind of node. A tf.function with jit_compile=True that adds one is traced without XLA, and a
-line says so.
+line says so. In a loop, an operation has the same name in each turn, and in a tf.function in each call. In a
+tf.function that is called eagerly, turns and calls come one after the other, because TensorFlow waits for all nodes of
+ours at the end of each. In a graph of a session they may overtake each other, so there a loop has to say
+parallel_iterations=1, and functions that communicate are refused.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def _find_function_graphs() -> list[Any]:
         if not any(each.__name__ in BRANCH_GRAPHS for each in type(graph).__mro__):
             found.append(graph)
         graph = getattr(graph, "outer_graph", None)
-    return found
+    return found or [tf.compat.v1.get_default_graph()]
 
 
 def _name_of_function(graphs: Sequence[Any]) -> str:
@@ -156,7 +155,7 @@ def backward_name(name: str | None) -> str | None:
     return backward if tf.executing_eagerly() else unique_in_graph(backward, is_given=True)
 
 
-# --- XLA -------------------------------------------------------------------------------------------------------------
+# --- XLA and loops ---------------------------------------------------------------------------------------------------
 
 FUNCTION_CLASS: type = type(tf.function(lambda: None))
 MUST_COMPILE = "_XlaMustCompile"
@@ -165,12 +164,35 @@ TRACING_OPTIONS = ("_variable_creation_config", "_no_variable_creation_config")
 """Where a tf.function keeps the attributes that its next traced functions get."""
 
 
-def get_graph_ops() -> Any:
+def get_graph_ops(*, communicates: bool = True) -> Any:
     """The functions that add native operations to a graph; None if operations have to run through Python. Called
-    before a node is added: functions that are being traced for XLA are traced without it from here on."""
+    before a node is added: functions that are being traced for XLA are traced without it from here on, and a node that
+    communicates is refused where ranks could mistake one turn of a loop for another."""
     for function in _find_functions_for_xla():
         _switch_off_xla(function)
+    if communicates and not tf.compat.v1.executing_eagerly_outside_functions():
+        _check_order()
     return get_ops()
+
+
+def _check_order() -> None:
+    """Raise if the operation that is being added to the graph of a session could run several times in any order: in a
+    loop whose turns may overtake each other, or in a function that may be called several times."""
+    if _find_function_graphs()[0].building_function:
+        raise ValueError(
+            "an operation that communicates is in a tf.function inside of a session's graph, which runs the calls of a "
+            "function in any order, so that ranks would mix up their numbers; leave @tf.function away there, or run "
+            "the function eagerly"
+        )
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "while_loop" and frame.f_locals.get("parallel_iterations", 1) != 1:
+            raise ValueError(
+                "an operation that communicates is in a loop of a session's graph whose turns may overtake each other, "
+                "so that ranks would mix up their numbers; pass parallel_iterations=1 to tf.while_loop, tf.scan or "
+                "tf.map_fn"
+            )
 
 
 def _find_functions_for_xla() -> list[Any]:
@@ -269,7 +291,7 @@ def add_barrier(operation: GraphOperation) -> Any:
 
 def add_number(operation: GraphOperation) -> Any:
     """A node with a rank or a size when it runs; of `join`, the rank that has joined last."""
-    ops = get_graph_ops()
+    ops = get_graph_ops(communicates=operation.kind not in NUMBERS)
     if ops is None:
         return _add_python_operation(operation, [], [tf.int32], [tf.TensorShape([])])[0]
     number = ops.ronde_number(operation=operation.encode())

@@ -113,6 +113,44 @@ def a_loop_uses_a_name_again_and_again() -> None:
 
 
 @check
+def turns_branches_and_calls_are_not_mixed_up() -> None:
+    me, count = ronde.rank(), 12
+    expected = [2.0 * index for index in range(count)]
+
+    def slowly(index: Any) -> Any:
+        """The number. Every second one takes long: on one rank the even ones, on the other the odd ones."""
+        size = tf.where(tf.equal(index % 2, me), 500, 1)
+        ones = tf.ones([size, size])
+        return tf.cast(index, tf.float32) + 0.0 * tf.reduce_sum(ones @ ones)
+
+    def loop(parallel_iterations: int) -> Any:
+        def turn(index: Any, found: Any) -> Any:
+            return index + 1, found.write(index, rt.allreduce(slowly(index)))
+
+        begin = [0, tf.TensorArray(tf.float32, count)]
+        _, found = tf.while_loop(lambda index, _: index < count, turn, begin, parallel_iterations=parallel_iterations)
+        return found.stack()
+
+    def branches() -> Any:
+        xs = [slowly(tf.constant(index)) for index in range(count)]
+        return tf.stack([tf.cond(x >= 0.0, lambda x=x: rt.allreduce(x), lambda: -1.0) for x in xs])
+
+    def calls() -> Any:
+        call = tf.function(lambda x: rt.allreduce(x), input_signature=[tf.TensorSpec([])])
+        return tf.stack([call(slowly(tf.constant(index))) for index in range(count)])
+
+    for compute in (lambda: loop(10), branches, calls):
+        assert tf.function(compute)().numpy().tolist() == expected
+    with tf.Graph().as_default(), make_session() as session:
+        for compute in (lambda: loop(1), branches):
+            assert session.run(compute()).tolist() == expected
+        with pytest.raises(ValueError, match="pass parallel_iterations=1 to tf"):
+            loop(10)
+        with pytest.raises(ValueError, match=r"leave @tf\.function away there"):
+            calls()
+
+
+@check
 def a_rank_may_trace_functions_that_others_do_not() -> None:
     me = ronde.rank()
 
