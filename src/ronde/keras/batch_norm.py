@@ -24,13 +24,12 @@ import numpy as np
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
 
-
 OPERATION_NAME = "ronde.keras.moments"
 """On JAX, where operations of a step are called in the order of the program, by a thread of its own."""
 
 
-@keras.saving.register_keras_serializable(package="ronde")  # type: ignore[untyped-decorator]  # Keras has no types
-class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
+@keras.saving.register_keras_serializable(package="ronde")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Keras' BatchNormalization, with the statistics of all members of a group (default: all ranks) in training.
 
     Masked values do not count, and a member counts with as many values as it has. With 16-bit inputs statistics are of
@@ -158,7 +157,8 @@ def _combine_jax(count: Any, mean: Any, variance: Any, group: Group | None) -> t
 
     def backward(kept: Any, grads: Any) -> Any:
         summed = call_on_host(reduce_backward, keras.ops.stack(grads))
-        return keras.ops.zeros_like(kept[0][0]), *backpropagate(*kept, summed)
+        own, combined = kept
+        return keras.ops.zeros_like(own[0]), *backpropagate(own, combined, summed)
 
     combine = jax.custom_vjp(lambda *own: forward(*own)[0])
     combine.defvjp(forward, backward)

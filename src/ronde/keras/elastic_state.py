@@ -1,5 +1,5 @@
-"""The parts of an elastic State that are objects of Keras: models, layers and optimizers. Importing ronde.keras registers
-them.
+"""The parts of an elastic State that are objects of Keras: models, layers and optimizers. Importing ronde.keras
+registers them.
 
 A forward pass changes variables that no optimizer has, such as the statistics of batch normalization and the states of
 random generators. They are kept at every step end, and return to that when a rank is lost. Variables that an optimizer

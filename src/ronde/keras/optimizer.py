@@ -214,8 +214,8 @@ class DistributedLossScale(DistributedBase):
 @contextmanager
 def after_backward(grads: Sequence[Any]) -> Iterator[None]:
     """Let what TensorFlow computes in this context wait for the first gradient. Without this, a step that finds no more
-    data, as at the end of a dataset whose length is not known, may count an iteration before it fails, on some ranks and
-    not on others."""
+    data, as at the end of a dataset whose length is not known, may count an iteration before it fails, on some ranks
+    and not on others."""
     found = next((grad for grad in reversed(grads) if grad is not None), None)
     if keras.backend.backend() != "tensorflow" or found is None:
         yield

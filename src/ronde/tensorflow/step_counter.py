@@ -1,9 +1,9 @@
 """How many times this process has reduced gradients, eagerly or in functions. An elastic State sees by it whether
 variables may have changed since the last step end.
 
-A step of a tf.function that fails has run in part: TensorFlow runs nodes in any order, and an optimizer may have changed
-one variable while the gradient of another one was on its way. So in a job whose ranks may change, gradients are handed
-on only when all of them are reduced and the counter has been raised. If it is as before, no optimizer has begun.
+A step of a tf.function that fails has run in part: TensorFlow runs nodes in any order, and an optimizer may have
+changed one variable while the gradient of another one was on its way. So in a job whose ranks may change, gradients are
+handed on only when all of them are reduced and the counter has been raised. If it is as before, no optimizer has begun.
 """
 
 from __future__ import annotations

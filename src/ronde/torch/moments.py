@@ -14,8 +14,8 @@ from ronde.torch.tensors import ReduceOptions, allreduce_tensors
 
 
 class CombineMoments(torch.autograd.Function):
-    """Means and variances of all members, of each member's numbers of values, means and variances. How they are combined
-    is up to the caller."""
+    """Means and variances of all members, of each member's numbers of values, means and variances. How they are
+    combined is up to the caller."""
 
     @staticmethod
     def forward(
