@@ -9,6 +9,7 @@ handed on only when all of them are reduced and the counter has been raised. If 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -50,6 +51,12 @@ def count_reduction(gradients: list[Any]) -> list[Any]:
         counted = variable.assign_add(1, read_value=False)
     with tf.control_dependencies([counted]):
         return [_identity(gradient) for gradient in gradients]
+
+
+def after_first_gradient(gradients: Sequence[Any]) -> Any:
+    """A context in which nodes wait for the gradient that a backward pass computes first: that of the last variable."""
+    found = next((each for each in reversed(gradients) if each is not None), None)
+    return tf.control_dependencies(_tensors_of(found))
 
 
 def _is_in_eager_program() -> bool:
