@@ -16,7 +16,7 @@ from tests.limits import LONG_S, LONG_TEST_S, OPERATION_S
 from tests.services import needs
 
 PYTHON = ROOT / ".venv-tensorflow/bin/python"
-RUN = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np", "3", "--min-np", "2", "--cooldown", "0.1", "1")
+RUN = (sys.executable, "-m", "ronde.cli.main", "run", *"--no-fold -np 3 --min-np 2 --cooldown 0.1 1".split())
 WAIT = {"0 {} 12": "await 3 ranks", "2 {} 12": "await 3 ranks"}
 """Until the worker that takes the place of the killed one is there."""
 
@@ -37,7 +37,7 @@ def train(folder: Path, module: str, faults: dict[str, str], *words: str, **env:
         "TEST_FAULTS": json.dumps(faults),
         **env,
     }
-    command = [*RUN, PYTHON, "-m", f"tests.jobs.scripts.{module}", folder, *words]
+    command: list[str | Path] = [*RUN, PYTHON, "-m", f"tests.jobs.scripts.{module}", folder, *words]
     done = run_command(command, env=variables, limit_s=2 * LONG_S)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return {int(file.stem.partition("-")[2]): json.loads(file.read_text()) for file in folder.glob("worker-*.json")}

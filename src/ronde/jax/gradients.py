@@ -121,8 +121,8 @@ def allreduce_arrays(group: Group, arrays: Sequence[Array], options: Mapping[str
         group.allreduce(found, out=found, name=f"{name}.{dtype}", **options)
 
 
-# JAX refuses functions with effects that have a gradient of their own, since it might call them more or less often. Ours
-# are called in the step of every rank, and in its backward pass.
+# JAX refuses functions with effects that have a gradient of their own, since it might call them more or less often.
+# Ours are called in the step of every rank, and in its backward pass.
 effects.custom_derivatives_allowed_effects.add_type(OrderedIOEffect)
 
 

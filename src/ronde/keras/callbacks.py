@@ -103,8 +103,8 @@ def is_built(model: Any) -> bool:
 
 
 class TrackState(keras.callbacks.Callback):
-    """Keeps an elastic State while fit() runs in ronde.elastic.run(): it ends a step of the State after every batch, and
-    commits every `commit_every` batches and at the end of every epoch.
+    """Keeps an elastic State while fit() runs in ronde.elastic.run(): it ends a step of the State after every batch,
+    and commits every `commit_every` batches and at the end of every epoch.
 
     It counts the batches of data sets of the State (ronde.tensorflow.shard(), ronde.keras.shard()). If the State has a
     value `epoch`, it becomes the number of finished epochs, and a value `batch` the number of finished batches of this
@@ -112,8 +112,8 @@ class TrackState(keras.callbacks.Callback):
     """
 
     def __init__(self, state: State, *, commit_every: int | None = 100) -> None:
-        """`commit_every`: None commits at the end of an epoch only. In a step of JAX that is interrupted nothing is left
-        to go on from but the last commit, so it says how many batches may have to be done again."""
+        """`commit_every`: None commits at the end of an epoch only. In a step of JAX that is interrupted nothing is
+        left to go on from but the last commit, so it says how many batches may have to be done again."""
         super().__init__()
         if commit_every is not None and (not isinstance(commit_every, int) or commit_every < 1):
             raise ValueError(f"commit_every must be a whole number from 1, or None, got {commit_every!r}")

@@ -1,5 +1,5 @@
-"""The parts of an elastic State that are objects of Keras: models, layers and optimizers. Importing ronde.keras registers
-them.
+"""The parts of an elastic State that are objects of Keras: models, layers and optimizers. Importing ronde.keras
+registers them.
 
 A forward pass changes variables that no optimizer has, such as the statistics of batch normalization and the states of
 random generators. They are kept at every step end, and return to that when a rank is lost. Variables that an optimizer
@@ -48,7 +48,7 @@ class VariableCopier:
         return [np.array(keras.ops.convert_to_numpy(each.value)) for each in self.variables]
 
 
-class ModelPart(StatePart):
+class KerasModelPart(StatePart):
     """A model or a layer: its weights, and the states of its random generators, which every rank has for itself.
     Metrics are not a part of it: fit() resets them."""
 
@@ -100,7 +100,7 @@ class ModelPart(StatePart):
         return VariableCopier([each for each in self._weights.variables if id(each) not in optimized])
 
 
-class OptimizerPart(StatePart):
+class KerasOptimizerPart(StatePart):
     """An optimizer, distributed or not: its slots, its iterations and its learning rate, and a loss scale."""
 
     def __init__(self, optimizer: Any, state: State) -> None:
@@ -240,6 +240,6 @@ def _check_optimizers(state: State) -> None:
             )
 
 
-register_part(keras.layers.Layer, ModelPart)
-register_part(keras.optimizers.Optimizer, OptimizerPart)
+register_part(keras.layers.Layer, KerasModelPart)
+register_part(keras.optimizers.Optimizer, KerasOptimizerPart)
 register_check(_check_optimizers)

@@ -214,15 +214,14 @@ class DistributedLossScale(DistributedBase):
 @contextmanager
 def after_backward(grads: Sequence[Any]) -> Iterator[None]:
     """Let what TensorFlow computes in this context wait for the first gradient. Without this, a step that finds no more
-    data, as at the end of a dataset whose length is not known, may count an iteration before it fails, on some ranks and
-    not on others."""
-    found = next((grad for grad in reversed(grads) if grad is not None), None)
-    if keras.backend.backend() != "tensorflow" or found is None:
-        yield
-        return
-    import tensorflow as tf
+    data, as at the end of a dataset whose length is not known, may count an iteration before it fails, on some ranks
+    and not on others."""
+    if keras.backend.backend() == "tensorflow":
+        from ronde.tensorflow.step_counter import after_first_gradient
 
-    with tf.control_dependencies([found.values if isinstance(found, tf.IndexedSlices) else found]):
+        with after_first_gradient(grads):
+            yield
+    else:
         yield
 
 

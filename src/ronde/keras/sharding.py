@@ -39,12 +39,13 @@ def shard(
     )
 
 
-class ShardedArrays(DataPosition, keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
+class ShardedArrays(DataPosition, keras.utils.PyDataset):
     """This rank's part of arrays, and the position in them. Made by shard().
 
-    For fit(data, shuffle=False) it is a dataset whose length is the number of steps from the position to the end of the epoch; the callback
-    TrackState counts them. A loop over it gives the same batches, and counts each when its step has finished. In a State
-    (`State(data=data, …)`) the position is that of the last finished step, for any number of ranks.
+    For fit(data, shuffle=False) it is a dataset whose length is the number of steps from the position to the end of the
+    epoch; the callback TrackState counts them. A loop over it gives the same batches, and counts each when its step has
+    finished. In a State (`State(data=data, …)`) the position is that of the last finished step, for any number of
+    ranks.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):  # type: ignore[misc] 
         group: Group | None,
     ) -> None:
         keras.utils.PyDataset.__init__(self)
-        self._start = None
+        self._start: SamplePosition | None = None
+        """Where the epoch of fit() that is under way has begun."""
         if not isinstance(data, tuple):
             raise TypeError(f"shard() takes a tuple such as (x, y), got a {type(data).__name__}")
         lengths = {len(each) for each in keras.tree.flatten(data) if each is not None}
@@ -76,8 +78,6 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):  # type: ignore[misc] 
             length=lengths.pop(),
         )
         self._data = data
-        self._start: SamplePosition | None
-        """Where the epoch of fit() that is under way has begun."""
         self._next_index = 0
         self._order_epoch = -1
         self._order: Any = None
@@ -97,9 +97,7 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):  # type: ignore[misc] 
         """Return this rank's part of a batch, counted from the beginning of the epoch of fit() or from the position."""
         if self._start is not None:
             if index not in (0, self._next_index):
-                raise ValueError(
-                    "fit() asks for batches in a random order: pass shuffle=False, shard() has shuffled them"
-                )
+                raise ValueError("fit() asks for batches in a random order; pass shuffle=False: shard() shuffles")
             self._next_index = index + 1
         return self._get_batch(self._start or self._next_position(), index)
 

@@ -51,8 +51,8 @@ def shard(
     and with "drop", which leaves them out. With "uneven" every element is used exactly once, and a rank may have one
     batch less than others: for evaluation, or with join() behind the loop.
 
-    `map` is called for each element of this rank before they are batched, as by tf.data's map(): what is expensive, such
-    as decoding images, is better done there than before.
+    `map` is called for each element of this rank before they are batched, as by tf.data's map(): what is expensive,
+    such as decoding images, is better done there than before.
     """
     return ShardedDataset(
         dataset,
@@ -114,9 +114,9 @@ class ShardedDataset(DataPosition):
 
     @property
     def dataset(self) -> Any:
-        """The batches of this rank as a tf.data.Dataset: each iteration over it gives those from the position to the end
-        of the epoch. It does not count them; the callback TrackState does, or end_step() of the State. What is added to
-        it has to leave one batch one batch, as map() and prefetch() do."""
+        """The batches of this rank as a tf.data.Dataset: each iteration over it gives those from the position to the
+        end of the epoch. It does not count them: the callback TrackState of ronde.keras does. What is added to it has
+        to leave one batch one batch, as map() and prefetch() do."""
         if self._built is None:
             self._built = self._build()
         return self._built
@@ -180,14 +180,14 @@ def divide(total: Any, rank: Any, size: Any) -> tuple[Any, Any]:
 
 
 def refuse_own_shuffle(dataset: Any) -> None:
-    """Raise ValueError if the dataset is shuffled in another order on every rank, or in each iteration: ranks would lose
-    some elements and use others twice."""
+    """Raise ValueError if the dataset is shuffled in another order on every rank, or in each iteration: ranks would
+    lose some elements and use others twice."""
     pending = [dataset]
     while pending:
         each = pending.pop()
         if "ShuffleDataset" in type(each).__name__ and getattr(each, "_reshuffle_each_iteration", True) is not False:
             raise ValueError(
-                "the dataset is shuffled before it is dealt out, so the order differs between ranks and iterations, and "
-                "elements would be lost; leave its shuffle() out, and pass shuffle= and seed= to shard()"
+                "the dataset is shuffled before it is dealt out, so the order differs between ranks and iterations, "
+                "and elements would be lost; leave its shuffle() out, and pass shuffle= and seed= to shard()"
             )
         pending.extend(each._inputs() if hasattr(each, "_inputs") else ())

@@ -1,14 +1,15 @@
 """How many times this process has reduced gradients, eagerly or in functions. An elastic State sees by it whether
 variables may have changed since the last step end.
 
-A step of a tf.function that fails has run in part: TensorFlow runs nodes in any order, and an optimizer may have changed
-one variable while the gradient of another one was on its way. So in a job whose ranks may change, gradients are handed
-on only when all of them are reduced and the counter has been raised. If it is as before, no optimizer has begun.
+A step of a tf.function that fails has run in part: TensorFlow runs nodes in any order, and an optimizer may have
+changed one variable while the gradient of another one was on its way. So in a job whose ranks may change, gradients are
+handed on only when all of them are reduced and the counter has been raised. If it is as before, no optimizer has begun.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -50,6 +51,12 @@ def count_reduction(gradients: list[Any]) -> list[Any]:
         counted = variable.assign_add(1, read_value=False)
     with tf.control_dependencies([counted]):
         return [_identity(gradient) for gradient in gradients]
+
+
+def after_first_gradient(gradients: Sequence[Any]) -> Any:
+    """A context in which nodes wait for the gradient that a backward pass computes first: that of the last variable."""
+    found = next((each for each in reversed(gradients) if each is not None), None)
+    return tf.control_dependencies(_tensors_of(found))
 
 
 def _is_in_eager_program() -> bool:

@@ -1,5 +1,5 @@
 """Elastic states of models and optimizers, and arrays that are dealt out. Jobs that lose ranks are in
-tests/jobs/test_elastic_keras.py."""
+tests/jobs/test_elastic_tensorflow.py."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def check_fit_counts_batches_and_epochs_in_the_state() -> None:
     state.sync()
     seen: list[tuple[int, int, int]] = []
 
-    class Record(keras.callbacks.Callback):  # type: ignore[misc]
+    class Record(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             seen.append((state.epoch, state.batch, sharded.consumed))
 

@@ -1,5 +1,5 @@
-"""A worker of tests/jobs/test_elastic_keras.py: fit() on any backend while workers are killed and come. The weights count
-how often each sample was used."""
+"""A worker of tests/jobs/test_elastic_tensorflow.py: fit() on any backend while workers are killed and come. The
+weights count how often each sample was used."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ FAULTS: dict[str, str] = json.loads(os.environ["TEST_FAULTS"])
 FOLDER, KIND = Path(sys.argv[1]), sys.argv[2]
 
 
-class Count(keras.losses.Loss):
+class Count(keras.losses.Loss):  # type: ignore[misc]
     """Its gradient is 1 for each sample that was used."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         return -y_pred[:, 0]
 
 
-class CountForward(keras.layers.Layer):
+class CountForward(keras.layers.Layer):  # type: ignore[misc]
     """Counts its batches, as batch normalization keeps statistics, and draws random numbers."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class CountForward(keras.layers.Layer):
         return x
 
 
-class Faults(keras.callbacks.Callback):
+class Faults(keras.callbacks.Callback):  # type: ignore[misc]
     """What happens to this worker."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

@@ -61,7 +61,7 @@ def fault_in_graph(value: Any, place: str) -> Any:
     return result
 
 
-@tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
+@tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])  # type: ignore[untyped-decorator]
 def step(batch: Any) -> Any:
     global num_traces
     num_traces += 1
