@@ -130,7 +130,8 @@ def _prepare(gradient: Any, variable: Any, name: str, settings: GradientSettings
     if isinstance(gradient, tf.IndexedSlices):
         if settings.check_finite:
             values = tf.debugging.check_numerics(gradient.values, f"the gradient of {name!r} is not finite")
-            gradient = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+            with tf.control_dependencies([values]):  # then nothing of it travels
+                gradient = tf.IndexedSlices(values, tf.identity(gradient.indices), gradient.dense_shape)
         return tf.convert_to_tensor(gradient) if settings.sparse_as_dense else gradient
     tensor = tf.convert_to_tensor(gradient)
     if tensor.dtype.name not in DTYPES:
