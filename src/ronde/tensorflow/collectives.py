@@ -208,10 +208,10 @@ def allreduce_slices(members: Group, x: Any, options: GraphOperation, name: str 
     """The sum or mean of IndexedSlices: those of all members. An index may occur several times."""
     if options.op not in ("sum", "mean"):
         raise ValueError(f"allreduce of IndexedSlices knows sum and mean, got {options.op}; use tf.convert_to_tensor")
-    values, indices = x.values, x.indices
+    values, indices = tf.convert_to_tensor(x.values), tf.convert_to_tensor(x.indices)
     is_scaled = (options.op, options.prescale, options.postscale) != ("sum", 1.0, 1.0)
     if is_scaled and values.dtype.is_integer:
-        return _allreduce_whole_slices(members, x, options, name)
+        return _allreduce_whole_slices(members, tf.IndexedSlices(values, indices, x.dense_shape), options, name)
     if options.prescale != 1.0:
         values = values * tf.cast(options.prescale, values.dtype)
     values = _allgather(members, values, name and f"{name}.values")

@@ -206,7 +206,7 @@ def one_helper_outside_and_in_a_branch_is_not_mixed_up() -> None:
         (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [weight])
         return hvd.allreduce(x, op=hvd.Sum) + tf.convert_to_tensor(gradient)[0]
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def compute(x: tf.Tensor) -> tf.Tensor:
         outside = reduce(x, hvd.rank() == 0)
         inside = tf.cond(x > 0.0, lambda: reduce(x * 10.0, hvd.rank() == 1), lambda: x)
