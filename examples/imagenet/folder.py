@@ -54,7 +54,8 @@ def read_folder(root: Path) -> ImageFolder:
 
 def read_folder_once(root: Path) -> ImageFolder:
     """What rank 0 finds in a folder, on all ranks: a big one is slow to list. Ends the job if that fails."""
-    folder, problem = None, ""
+    folder: ImageFolder | None = None
+    problem = ""
     if ronde.rank() == 0:
         try:
             folder = read_folder(root)

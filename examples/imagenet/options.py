@@ -51,15 +51,17 @@ def parse(
     data.add_argument("--data", type=Path, help="folder with {train,val,test}/CLASS/*.jpg; default: digits")
     data.add_argument("--cache", type=Path, default=Path("runs/cache"), help="prepared images (default: %(default)s)")
     data.add_argument("--image-size", type=int, help=f"pixels (default: {IMAGENET_SIZE}; digits {DIGITS_SIZE})")
-    data.add_argument("--workers", type=int, default=0, help="processes per rank that load batches; TensorFlow: threads")
+    data.add_argument(
+        "--workers", type=int, default=0, help="processes (TensorFlow: threads) that load batches"
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=int, help="default: 90; digits 6")
     training.add_argument("--batch-size", type=int, help="per rank (default: 128; digits 16)")
     training.add_argument("--lr", type=float, default=2e-4, help="of one rank; grows with the root of the ranks")
     training.add_argument("--warmup", type=float, default=0.1, help="part of the training (default: %(default)s)")
     training.add_argument("--width", type=int, default=4096, help="of the dense layers (default: %(default)s)")
-    amp = {"nargs": "?", "const": precisions[0], "choices": precisions}
-    training.add_argument("--amp", **amp, help=f"compute in {' or '.join(precisions)} where that is safe")
+    amp = f"compute in {' or '.join(precisions)} where that is safe"
+    training.add_argument("--amp", nargs="?", const=precisions[0], choices=precisions, help=amp)
     training.add_argument("--seed", type=int, default=0)
     results = parser.add_argument_group("results")
     results.add_argument("--run", type=Path, default=Path(run), help="folder (default: %(default)s)")

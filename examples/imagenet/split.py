@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 
 from folder import ENDINGS, SPLITS
@@ -22,12 +23,9 @@ __all__ = ["choose_split", "split_images"]
 
 def choose_split(name: str, shares: Mapping[str, float]) -> str:
     """The split of an image by its name alone; the shares need not add up to 1."""
-    place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64 * sum(shares.values())
-    for split, share in shares.items():
-        place -= share
-        if place < 0:
-            return split
-    return next(split for split, share in reversed(shares.items()) if share > 0)  # rounding
+    place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48  # at least 0, below 1
+    bounds = accumulate(share / sum(shares.values()) for share in shares.values())
+    return next((split for split, bound in zip(shares, bounds, strict=True) if place < bound), "train")
 
 
 def split_images(source: Path, folder: Path, shares: Mapping[str, float]) -> dict[str, int]:

@@ -95,7 +95,7 @@ class Trainer:
 
     def scores(self, images: Tensor) -> Tensor:
         """What the model says of these images."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.amp):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bool(self.options.amp)):
             scores: Tensor = self.model(normalize(images.to(self.device)))
         return scores.float()
 

@@ -61,7 +61,7 @@ class Trainer:
         self.position = {name: tf.Variable(0, dtype=tf.int64, name=name) for name in ("step", "epoch", "consumed")}
         self.checkpoint = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer, **self.position)
         self.checkpoints = tf.train.CheckpointManager(self.checkpoint, options.checkpoint, max_to_keep=2)
-        self.saved_s = time.monotonic()
+        self.saved_step, self.saved_s = 0, time.monotonic()
 
         # The last batch of an epoch may be smaller: one graph for all sizes.
         images, labels = tf.TensorSpec([None, size, size, 3], tf.uint8), tf.TensorSpec([None], tf.int32)
@@ -84,16 +84,26 @@ class Trainer:
             if begin:
                 self._remove_checkpoints()  # so that they are not taken for those of the new run
             elif self.checkpoints.latest_checkpoint:
-                self.checkpoint.restore(self.checkpoints.latest_checkpoint).assert_consumed()
+                self._restore(self.checkpoints.latest_checkpoint)
         rt.broadcast_variables([*self.model.variables, *self.optimizer.variables, *self.position.values()])
         if self.options.resume and self.step == 0:
             raise SystemExit(f"there is no checkpoint in {self.options.checkpoint} to resume from")
 
     def save(self, *, now: bool = False) -> None:
         """Write a checkpoint when it is time. Only rank 0 does, so the others need not agree on when that is."""
-        if ronde.rank() == 0 and (now or time.monotonic() - self.saved_s >= self.options.checkpoint_s):
+        due = now or time.monotonic() - self.saved_s >= self.options.checkpoint_s
+        if ronde.rank() == 0 and due and self.step != self.saved_step:
             self.checkpoints.save(checkpoint_number=self.step)
-            self.saved_s = time.monotonic()
+            self.saved_step, self.saved_s = self.step, time.monotonic()
+
+    def _restore(self, path: str) -> None:
+        try:
+            self.checkpoint.restore(path).assert_consumed()
+        except (AssertionError, ValueError, tf.errors.OpError) as error:
+            raise SystemExit(
+                f"cannot go on from {path}: {error}\ngive the options that it was made with, or --fresh to start over"
+            ) from error
+        self.saved_step = self.step
 
     def _remove_checkpoints(self) -> None:
         for path in self.checkpoints.checkpoints:
