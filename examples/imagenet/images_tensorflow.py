@@ -90,4 +90,6 @@ def check_image(file: str) -> None:
     try:
         load_square(file, 1)
     except tf.errors.OpError as error:
-        raise SystemExit(f"cannot read the image {file}: {error.message.rpartition('} ')[2]}") from error
+        raise SystemExit(
+            f"cannot read the image {file}: {error.message.rpartition('} ')[2].partition(' [Op:')[0]}"
+        ) from error

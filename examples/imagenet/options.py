@@ -51,9 +51,7 @@ def parse(
     data.add_argument("--data", type=Path, help="folder with {train,val,test}/CLASS/*.jpg; default: digits")
     data.add_argument("--cache", type=Path, default=Path("runs/cache"), help="prepared images (default: %(default)s)")
     data.add_argument("--image-size", type=int, help=f"pixels (default: {IMAGENET_SIZE}; digits {DIGITS_SIZE})")
-    data.add_argument(
-        "--workers", type=int, default=0, help="processes (TensorFlow: threads) that load batches"
-    )
+    data.add_argument("--workers", type=int, default=0, help="processes (TensorFlow: threads) that load batches")
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=int, help="default: 90; digits 6")
     training.add_argument("--batch-size", type=int, help="per rank (default: 128; digits 16)")

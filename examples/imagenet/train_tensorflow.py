@@ -100,6 +100,7 @@ class Trainer:
         try:
             self.checkpoint.restore(path).assert_consumed()
         except (AssertionError, ValueError, tf.errors.OpError) as error:
+            tf.get_logger().setLevel("ERROR")  # it would list every variable that was not restored
             raise SystemExit(
                 f"cannot go on from {path}: {error}\ngive the options that it was made with, or --fresh to start over"
             ) from error
