@@ -14,7 +14,7 @@ from horovod.common.util import split_list
 from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompressor
 from horovod.tensorflow.gradients import check_groups
 from horovod.tensorflow.mpi_ops import OPS, Average, Sum
-from horovod.tensorflow.util import contains
+from horovod.tensorflow.util import contains, lr_variable
 from ronde.keras.gradients import KerasGradientReduction
 from ronde.keras.optimizer import DistributedBase
 
@@ -168,7 +168,7 @@ class HorovodOptimizer(DistributedBase):
     @property
     def lr(self) -> Any:
         """The learning rate, as Keras 2 called it."""
-        return self.learning_rate
+        return lr_variable(self.learning_rate)
 
     @lr.setter
     def lr(self, value: Any) -> None:
