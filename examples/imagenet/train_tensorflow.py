@@ -49,10 +49,10 @@ class Trainer:
         lr = options.lr * math.sqrt(ronde.size())
         num_warm = round(options.warmup * self.num_steps)
         warmup = {"warmup_target": lr, "warmup_steps": num_warm} if num_warm else {}
-        self.schedule = keras.optimizers.schedules.CosineDecay(
+        schedule = keras.optimizers.schedules.CosineDecay(
             lr * 0.1 if num_warm else lr, max(1, self.num_steps - num_warm), **warmup
         )
-        self.optimizer = keras.optimizers.AdamW(self.schedule, weight_decay=0.01)
+        self.optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01)
         if options.amp == "float16":  # small gradients would be zero without a loss scale
             self.optimizer = keras.mixed_precision.LossScaleOptimizer(self.optimizer)
         self.optimizer.build(self.model.trainable_variables)

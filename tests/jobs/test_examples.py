@@ -208,7 +208,7 @@ def test_a_split_keeps_its_images_when_others_come(folder: Path, tmp_path: Path)
 def test_the_main_job_in_tensorflow_learns_and_does_a_lost_step_again_exactly(folder: Path, tmp_path: Path) -> None:
     assert split(folder / "train", tmp_path / "data", "2", "1", "1").returncode == 0
     given = [EXAMPLES / "imagenet/train_tensorflow.py", "--data", tmp_path / "data", "--run", tmp_path / "run"]
-    program = [str(word) for word in (*given, *SHORT, "float16")]
+    program = [str(word) for word in (*given, *SHORT, "--amp", "float16")]
     start = [str(PROGRAMS / "ronde"), "run", "-np", "2", str(TENSORFLOW)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": "tensorflow"}
     with subprocess.Popen(
