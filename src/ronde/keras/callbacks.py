@@ -12,7 +12,6 @@ MetricAverage has to stand before those that use metrics.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,13 +21,10 @@ from ronde.comm import objects
 from ronde.comm.collectives import mark_step
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
-from ronde.keras.optimizer import DistributedBase
 from ronde.keras.variables import broadcast_parameters, variables_of
 from ronde.text import format_rank_answers
 from ronde.training.learning_rate import warmup
 from ronde.training.metrics import weighted_means, weighted_values
-
-logger = logging.getLogger("ronde.keras")
 
 
 class BroadcastInitialState(keras.callbacks.Callback):
@@ -55,7 +51,6 @@ class BroadcastInitialState(keras.callbacks.Callback):
         if self._is_done:
             return
         model = self.model
-        switch_off_xla(model)
         mine = self.params.get("steps"), self.params.get("epochs"), is_built(model)
         steps, epochs, built = zip(*objects.allgather(mine, group=members), strict=True)
         for what, counts in (("batches", steps), ("epochs", epochs)):
@@ -93,17 +88,6 @@ class BroadcastInitialState(keras.callbacks.Callback):
 
 def is_built(model: Any) -> bool:
     return all(layer.built for layer in model._flatten_layers())
-
-
-def switch_off_xla(model: Any) -> None:
-    """On the TensorFlow backend, let a model that is compiled with XLA train without: XLA has no operation of ours."""
-    if keras.backend.backend() != "tensorflow" or not model.jit_compile:
-        return
-    if isinstance(model.optimizer, DistributedBase) and model.optimizer.gradient_reduction.is_needed:
-        if current_world().rank == 0:
-            logger.warning("jit_compile is switched off for training: XLA cannot average gradients over ranks")
-        model.jit_compile = False
-        model.make_train_function(force=True)
 
 
 class MetricAverage(keras.callbacks.Callback):

@@ -29,13 +29,14 @@ from ronde.tensorflow.collectives import DTYPES, allreduce_slices, as_array, as_
 from ronde.tensorflow.graph_operations import (
     add_python_node,
     find_call_site,
+    get_graph_ops,
     get_world_can_change,
     run_independently,
     unique_in_graph,
     without_autograph,
 )
 from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import find_group, get_ops, plan_channels
+from ronde.tensorflow.operation_thread import find_group, plan_channels
 from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
 from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
@@ -200,7 +201,7 @@ def _reduce_dense(
     buckets = plan_buckets(parameters, settings, plan, names)
     if tf.executing_eagerly():
         reduced = _reduce_eagerly(members, wires, buckets)
-    elif (ops := get_ops()) is not None:
+    elif (ops := get_graph_ops()) is not None:
         reduced = _add_bucket_nodes(ops, members, plan, wires, buckets)
     else:
         reduced = _add_python_reduction(members, plan, wires, buckets)

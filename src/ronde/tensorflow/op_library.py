@@ -4,7 +4,7 @@ kernels. The only module of this package that knows ctypes and starts a process.
 Whether the kernels work with the installed TensorFlow is found out once per user, build of TensorFlow and library, by a
 process of its own (self_test.py), because the failure would be a crash. One rank per host does it while the others
 wait for a file lock; the result is kept in the user's cache. Ranks need not agree on it: what runs through Python
-instead does the same on the wire.
+instead does the same on the wire, and docs/decisions/0019 says why it cannot deadlock.
 """
 
 from __future__ import annotations
@@ -338,7 +338,8 @@ def load_op_library() -> OpLibrary | None:
 
 
 def _decide() -> None:
-    settings = current_world("an operation in a TensorFlow graph").settings
+    world = current_world("an operation in a TensorFlow graph")
+    settings = world.settings
     problem = find_problem(settings.tensorflow_ops, settings.backend)
     if not problem:
         try:
@@ -348,5 +349,7 @@ def _decide() -> None:
                 raise
             problem = str(error)
     if problem:
-        logger.warning("operations in TensorFlow graphs run through Python, which is slower: %s", problem)
+        logger.warning(
+            "rank %d: operations in TensorFlow graphs run through Python, which is slower: %s", world.rank, problem
+        )
     _state.problem = problem
