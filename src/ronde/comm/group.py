@@ -498,11 +498,13 @@ class Group:
         self._num_reducers += 1
         return self._num_reducers
 
-    def open_plan_channel(self, bucket_bytes: int, name: str) -> Channel:
-        # A channel for one plan. All members open those of one name, which may be empty, in the same order.
+    def open_plan_channel(self, bucket_bytes: int, name: str, *, overlapped: bool = False) -> Channel:
+        # A channel for one plan. All members open those of one name, which may be empty, in the same order. The options
+        # are those of ChannelSpec.
         self._num_plans[name] += 1
         suffix = f"plan.{name}{'.' if name else ''}{self._num_plans[name]}"
-        channel = self._open_channels.open(self.id, suffix, self.ranks, bucket_bytes=bucket_bytes)
+        options = {"bucket_bytes": bucket_bytes, "overlapped": overlapped}
+        channel = self._open_channels.open(self.id, suffix, self.ranks, **options)
         self._plan_channels.append(channel)
         return channel
 

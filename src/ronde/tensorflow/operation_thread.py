@@ -124,7 +124,7 @@ class PlanChannels:
             if channel is None:
                 world = current_world("gradients")
                 _ = group.ordered_channel  # raises when nothing can start here
-                channel = group.open_plan_channel(0, _channel_name(plan))
+                channel = group.open_plan_channel(0, _channel_name(plan), overlapped=True)
                 with self._lock:
                     self._channels[plan] = (world, channel)
             return channel
