@@ -82,6 +82,8 @@ using ShapeFunction = void (*)(TF_ShapeInferenceContext*, TF_Status*);
   F(void, TF_GetInput, (TF_OpKernelContext*, int, TF_Tensor**, TF_Status*))                                          \
   F(void, TF_SetOutput, (TF_OpKernelContext*, int, const TF_Tensor*, TF_Status*))                                    \
   F(TF_Tensor*, TF_AllocateOutput, (TF_OpKernelContext*, int, int, const int64_t*, int, size_t, TF_Status*))         \
+  F(TF_Tensor*, TF_ForwardInputOrAllocateOutput,                                                                     \
+    (TF_OpKernelContext*, const int*, int, int, const int64_t*, int, int*, TF_Status*))                              \
   F(int, TF_ExpectedOutputDataType, (TF_OpKernelContext*, int))                                                      \
   F(void, TF_OpKernelContext_Failure, (TF_OpKernelContext*, TF_Status*))                                             \
   F(int, TF_TensorType, (const TF_Tensor*))                                                                          \
@@ -224,8 +226,9 @@ struct Job {
   std::mutex mutex;                       // guards context and done
   TF_OpKernelContext* context = nullptr;  // null when the kernel has ended
   Done done;
-  std::vector<Tensor> inputs, outputs;
+  std::vector<Tensor> inputs, outputs;  // without inputs whose memory is that of their output
   int dtype = -1;
+  std::vector<int64_t> counts;  // elements of each input
   // As Python reads them.
   std::vector<const void*> input_data;
   std::vector<void*> output_data;
@@ -339,41 +342,40 @@ JobQueue& job_queue() {
   return *queue;
 }
 
-// Reads the inputs of a kernel into a job. Fails the kernel and returns false if that is not possible.
-bool read_inputs(Job* job, int num_inputs) {
-  Status status;
-  for (int i = 0; i < num_inputs; ++i) {
-    TF_Tensor* tensor = nullptr;
-    TF_GetInput(job->context, i, &tensor, status);
-    if (!status.ok()) {
-      TF_OpKernelContext_Failure(job->context, status);
-      return false;
-    }
-    job->inputs.emplace_back(tensor);
-    job->input_data.push_back(TF_TensorData(tensor));
-    job->dims.push_back(TF_NumDims(tensor));
-    for (int d = 0; d < TF_NumDims(tensor); ++d) job->dims.push_back(TF_Dim(tensor, d));
-  }
-  if (num_inputs > 0) job->dtype = ronde_dtype(TF_TensorType(job->inputs[0].get()));
-  return true;
+// Reads an input of a kernel into a job.
+void read_input(Job* job, int index, const Status& status) {
+  TF_Tensor* tensor = nullptr;
+  TF_GetInput(job->context, index, &tensor, status);
+  if (!status.ok()) return;
+  job->inputs.emplace_back(tensor);
+  job->input_data.push_back(TF_TensorData(tensor));
+  job->counts.push_back(count_of(tensor));
+  job->dims.push_back(TF_NumDims(tensor));
+  for (int d = 0; d < TF_NumDims(tensor); ++d) job->dims.push_back(TF_Dim(tensor, d));
+  if (index == 0) job->dtype = ronde_dtype(TF_TensorType(tensor));
 }
 
-// Allocates outputs like the inputs.
-bool allocate_like_inputs(Job* job) {
-  Status status;
-  for (size_t i = 0; i < job->inputs.size(); ++i) {
-    const TF_Tensor* input = job->inputs[i].get();
-    std::vector<int64_t> dims(static_cast<size_t>(TF_NumDims(input)));
-    for (size_t d = 0; d < dims.size(); ++d) dims[d] = TF_Dim(input, static_cast<int>(d));
-    Tensor output = allocate_output(job->context, static_cast<int>(i), dims, status);
-    if (!status.ok()) {
-      TF_OpKernelContext_Failure(job->context, status);
-      return false;
-    }
-    job->output_data.push_back(TF_TensorData(output.get()));
-    job->outputs.push_back(std::move(output));
+// Gives the kernel an output like an input that was read just now. It is the memory of the input, if nobody else uses
+// that: the operation works in place then, which spares the pages of new memory.
+void allocate_like_input(Job* job, int index, const Status& status) {
+  std::vector<int64_t> dims(static_cast<size_t>(TF_NumDims(job->inputs.back().get())));
+  for (size_t d = 0; d < dims.size(); ++d) dims[d] = TF_Dim(job->inputs.back().get(), static_cast<int>(d));
+  Tensor input = std::move(job->inputs.back());
+  input.reset();  // this reference would be somebody else's use; the kernel's own keeps the memory
+  int forwarded = -1;
+  Tensor output(TF_ForwardInputOrAllocateOutput(job->context, &index, 1, index, dims.data(),
+                                                static_cast<int>(dims.size()), &forwarded, status));
+  if (!status.ok()) return;
+  job->output_data.push_back(TF_TensorData(output.get()));
+  if (forwarded == index) {
+    job->inputs.pop_back();
+    job->input_data.back() = job->output_data.back();
+  } else {
+    TF_Tensor* again = nullptr;
+    TF_GetInput(job->context, index, &again, status);
+    job->inputs.back().reset(again);
   }
-  return true;
+  job->outputs.push_back(std::move(output));
 }
 
 // A job for this execution of a kernel, or null if the kernel has failed.
@@ -387,8 +389,14 @@ std::unique_ptr<Job> make_job(void* kernel, TF_OpKernelContext* context, TF_Done
   auto job = std::make_unique<Job>();
   job->operation = *static_cast<OperationPointer*>(kernel);
   job->context = context;
-  if (!read_inputs(job.get(), TF_NumInputs(context) - num_unread) ||
-      (job->operation->same_shape && !allocate_like_inputs(job.get()))) {
+  Status status;
+  int num_inputs = TF_NumInputs(context) - num_unread;
+  for (int i = 0; i < num_inputs && status.ok(); ++i) {
+    read_input(job.get(), i, status);
+    if (status.ok() && job->operation->same_shape) allocate_like_input(job.get(), i, status);
+  }
+  if (!status.ok()) {
+    TF_OpKernelContext_Failure(context, status);
     job.reset();
     copied();
     return nullptr;
@@ -534,10 +542,10 @@ rd_status submit_bucket(BucketTable& table, BucketPlan& plan, Job* start, int64_
   run->channel = plan.channel;
   run->num_members = plan.num_members;
   run->submitted_ns = start->submitted_ns = now_ns();
-  std::vector<rd_span> spans(start->inputs.size());
+  std::vector<rd_span> spans(start->input_data.size());
   for (size_t i = 0; i < spans.size(); ++i)
-    spans[i] = {start->input_data[i], start->output_data[i], static_cast<uint64_t>(count_of(start->inputs[i].get()))};
-  for (const Tensor& input : start->inputs) run->num_bytes += static_cast<int64_t>(TF_TensorByteSize(input.get()));
+    spans[i] = {start->input_data[i], start->output_data[i], static_cast<uint64_t>(start->counts[i])};
+  for (const Tensor& output : start->outputs) run->num_bytes += static_cast<int64_t>(TF_TensorByteSize(output.get()));
   // The run keeps the memory: the call may end before this function returns, and the kernel may be gone before the
   // call.
   run->inputs = std::move(start->inputs);
@@ -547,6 +555,7 @@ rd_status submit_bucket(BucketTable& table, BucketPlan& plan, Job* start, int64_
   call.dtype = start->dtype;
   call.op = static_cast<int32_t>(operation.op);
   call.algorithm = plan.algorithm;
+  call.flags = operation.bucket + 1 < operation.num_buckets ? RD_OVERLAPPED : 0;  // the rest of the backward pass
   call.peer = -1;
   call.prescale = operation.prescale;
   call.postscale = operation.postscale;
@@ -570,7 +579,7 @@ rd_status submit_bucket(BucketTable& table, BucketPlan& plan, Job* start, int64_
 void start_bucket(std::unique_ptr<Job> start) {
   const Operation& operation = *start->operation;
   int64_t number = 0, count = 0;
-  for (const Tensor& input : start->inputs) count += count_of(input.get());
+  for (int64_t each : start->counts) count += each;
   if (count != operation.count) {
     char text[256];
     std::snprintf(text, sizeof text, "a bucket was planned with %lld elements, and its gradients have %lld",
@@ -605,10 +614,10 @@ void start_bucket(std::unique_ptr<Job> start) {
 // A bucket of the only member of a group: its mean and its sum are its own numbers.
 void run_alone(std::unique_ptr<Job> start) {
   const Operation& operation = *start->operation;
-  for (size_t i = 0; i < start->inputs.size(); ++i) {
+  for (size_t i = 0; i < start->input_data.size(); ++i) {
     const void* input = start->input_data[i];
     void* output = start->output_data[i];
-    uint64_t count = static_cast<uint64_t>(count_of(start->inputs[i].get()));
+    uint64_t count = static_cast<uint64_t>(start->counts[i]);
     if (count > 0)
       ronde.reduce(start->dtype, RD_SUM, operation.prescale, operation.postscale, &input, 1, &output, 1, count);
   }

@@ -44,6 +44,9 @@ from ronde.training.gradient_settings import GradientSettings
 from ronde.types import Deadline, DType, OperationKind, parse_op
 
 CODECS = ("none", "float16", "bfloat16")
+SMALL_PLAN_BYTES = 4_000_000
+"""Gradients of so many bytes at most share a bucket. Reducing them takes less than a millisecond, and each further one
+wakes two threads of every rank and lets them wait for the other ranks, while the backward pass needs the core."""
 
 
 @without_autograph
@@ -154,7 +157,8 @@ def plan_buckets(
     """The buckets of dense gradients, in the order in which they are reduced: equal on all ranks whose parameters and
     settings are. `names` are those that settings.together uses, if they are not those of the parameters."""
     total_bytes = sum(each.count * DType[each.dtype.upper()].num_bytes for each in parameters)
-    limits = choose_size_limits(total_bytes, settings.bucket_mb, overlap=settings.overlap is not False)
+    overlap = settings.overlap is not False and total_bytes > SMALL_PLAN_BYTES
+    limits = choose_size_limits(total_bytes, settings.bucket_mb, overlap=overlap)
     named = [msgspec.structs.replace(each, name=name) for each, name in zip(parameters, names, strict=False)]
     buckets = assign_buckets(named or parameters, (), limits, settings.together)
     digest = hash_signature(repr([plan, settings.describe(), *map(str, parameters)]))
