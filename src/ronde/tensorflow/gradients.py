@@ -36,7 +36,7 @@ from ronde.tensorflow.graph_operations import (
     without_autograph,
 )
 from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import find_group, plan_channels
+from ronde.tensorflow.operation_thread import group_of, plan_channels
 from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
 from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
@@ -266,22 +266,23 @@ def _add_bucket_nodes(
 def _add_python_reduction(members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
     """One node in Python, which reduces all buckets as the native nodes do. An array that has no elements is in no
     bucket."""
-    reduce = functools.partial(_reduce_arrays, members.id, f"{members.id}.{plan}", buckets)
+    operation = GraphOperation("gradients", plan, members.id)
+    reduce = functools.partial(_reduce_arrays, operation, f"{members.id}.{plan}", buckets)
     return add_python_node(reduce, wires, [each.dtype for each in wires], [each.shape for each in wires])
 
 
-def _reduce_arrays(group: int, plan: str, buckets: Sequence[PlannedBucket], *arrays: Any) -> list[Any]:
-    members = find_group(group)
+def _reduce_arrays(operation: GraphOperation, plan: str, buckets: Sequence[PlannedBucket], *arrays: Any) -> list[Any]:
+    members = group_of(operation)
     sources = [np.ascontiguousarray(array) for array in arrays]
     results = [np.empty_like(source) for source in sources]
-    channel = plan_channels.open(plan, members)
-    running_calls: list[RunningCall] = []
-    for bucket in buckets:
-        pairs = [(sources[index], results[index]) for index in bucket.indices]
-        spans = tuple(Span(address_of(given), address_of(taken), given.size) for given, taken in pairs)
-        call = bucket.signature.make_call(spans, pairs)
-        running_calls.append(channel.submit(call, ((bucket.signature, ""),)))
-    deadline = Deadline(members.operation_timeout_s)
-    for running_call in running_calls:
-        running_call.wait(deadline)
+    with plan_channels.hold(plan, members) as channel:
+        running_calls: list[RunningCall] = []
+        for bucket in buckets:
+            pairs = [(sources[index], results[index]) for index in bucket.indices]
+            spans = tuple(Span(address_of(given), address_of(taken), given.size) for given, taken in pairs)
+            call = bucket.signature.make_call(spans, pairs)
+            running_calls.append(channel.submit(call, ((bucket.signature, ""),)))
+        deadline = Deadline(members.operation_timeout_s)
+        for running_call in running_calls:
+            running_call.wait(deadline)
     return results
