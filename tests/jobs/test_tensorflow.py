@@ -47,7 +47,7 @@ def test_the_checks_pass_with_kernels_and_through_python(python: Path, ops: str,
     choose: list[str | Path] = [sys.executable, CHECKS / "mixed_ranks.py"] if ops == "mixed" else []
     done = run_command([*RUN, *choose, python, "-m", "tests.jobs.tensorflow_checks"], env=env, limit_s=LONG_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    sources = [path.read_text() for path in (CHECKS / "collective_checks.py", CHECKS / "gradient_checks.py")]
+    sources = [path.read_text() for path in CHECKS.glob("*_checks.py")]
     num_checks = sum(len(re.findall(r"^@check\b", text, re.MULTILINE)) for text in sources)
     for rank in range(2):
         assert len(re.findall(rf"^\[{rank}\] passed ", done.stdout, re.MULTILINE)) == num_checks

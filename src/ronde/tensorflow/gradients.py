@@ -37,6 +37,7 @@ from ronde.tensorflow.graph_operations import (
 )
 from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import group_of, plan_channels
+from ronde.tensorflow.step_counter import count_reduction
 from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
 from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
@@ -71,7 +72,7 @@ def reduce_gradients(
     if len(gradients) != len(variables):
         raise ValueError(f"reduce_gradients got {len(gradients)} gradients for {len(variables)} variables")
     if members.size == 1 and not get_world_can_change():
-        return list(gradients)
+        return count_reduction(list(gradients))
     names = variable_names(variables)
     wanted.check_names(names)
     given = zip(gradients, variables, names, strict=True)
@@ -94,7 +95,7 @@ def reduce_gradients(
         )
         for index, each in zip(dense, reduced, strict=True):
             results[index] = each
-    return results
+    return count_reduction(results)
 
 
 def variable_names(variables: Sequence[Any]) -> list[str]:
