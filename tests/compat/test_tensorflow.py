@@ -77,9 +77,10 @@ def test_a_killed_process_costs_the_batches_since_the_commit(script: str, tmp_pa
 
 
 @needs("tf-keras", missing="" if any(KERAS_2) else "tf-keras is not installed in .venv-tensorflow")
-def test_scripts_for_keras_2_run_with_tf_keras(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["keras2_training.py", "keras2_graph.py"])
+def test_scripts_for_keras_2_run_with_tf_keras(name: str, tmp_path: Path) -> None:
     start: list[str | Path] = [PROGRAMS / "horovodrun", "-np", str(NUM_RANKS), PYTHON]
-    script = ROOT / "tests/compat/scripts/keras2_training.py"
+    script = ROOT / "tests/compat/scripts" / name
     env = {**environment(), "TF_USE_LEGACY_KERAS": "1"}
     done = run_command([*start, script, tmp_path], env=env, limit_s=LONG_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -71,6 +71,7 @@ def ranks_share_the_data_of_compute_workers_in_a_job_of_their_own() -> None:
         config = TfDataServiceConfig.read(path, wait_for_file_creation=True)
         assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600, "it holds the key"
         assert (config.dispatchers, config.workers_per_dispatcher, config.dispatcher_side) == (1, 1, "compute")
+        assert {host for found in config.addresses.values() for host, _ in found} == {"127.0.0.1"}, "one host"
         assert config.key.hex() not in repr(config)
         shared = make_dataset().send_to_data_service(config, hvd.rank(), hvd.size(), reuse_dataset=True)
         found = elements_of_all(shared)

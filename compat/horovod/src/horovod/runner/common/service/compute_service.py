@@ -360,10 +360,10 @@ class ComputeClient:
             self._addresses.sort(key=lambda each, found=address: each != found)  # type: ignore[misc]  # try it first
             self._local_host = str(sock.getsockname()[0])
             return sock
-        raise ConnectionError(
-            f"the compute service cannot be reached; is the job of its compute workers running, and is this its key? "
-            f"({'; '.join(problems)})"
-        )
+        hint = "is the job of its compute workers running, and is this its key?"
+        if all(address.startswith(f"{LOOPBACK}:") for address in self._addresses):
+            hint = f"{hint} It listens for its own host only; compute_worker --network-interfaces changes that"
+        raise ConnectionError(f"the compute service cannot be reached; {hint} ({'; '.join(problems)})")
 
 
 def make_service_key(key: bytes) -> JobKey:
