@@ -48,6 +48,12 @@ class KerasGradientReduction:
         self._step_variable: Any = None  # on TensorFlow, where Python does not run in every step
         self._compared_variables: Sequence[Any] = ()
 
+    def reset(self) -> None:
+        """A new round has begun: count its steps from 0, as those ranks do that have just come."""
+        self._num_steps = 0
+        if self._step_variable is not None:
+            self._step_variable.assign(0)
+
     @property
     def is_needed(self) -> bool:
         """Whether there are other ranks, or may be: an elastic job can grow."""

@@ -12,6 +12,7 @@ from horovod.common.exceptions import translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.common.util import split_list
 from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompressor
+from horovod.tensorflow.elastic import reductions
 from horovod.tensorflow.gradients import check_groups
 from horovod.tensorflow.mpi_ops import OPS, Average, Sum
 from horovod.tensorflow.util import contains, tensorflow_variable
@@ -52,6 +53,7 @@ class HorovodKerasReduction(KerasGradientReduction):
         self.local_variables: list[Any] = []
         self._plain_settings = reduction_arguments[0]
         self._arguments = arguments
+        reductions.add(self)
 
     def reduce(
         self,
