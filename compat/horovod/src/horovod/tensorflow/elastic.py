@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +19,9 @@ from horovod.tensorflow.util import _executing_eagerly, lr_variable
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 R = TypeVar("R")
+
+reductions: WeakSet[Any] = WeakSet()
+"""What averages the gradients of Keras optimizers and counts steps. A new process begins at 0, so all others do."""
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
@@ -33,7 +37,12 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
         with internal_errors():
             return func(state, *args, **kwargs)
 
-    return run_fn(train, rejoin)
+    def join_next_round() -> None:
+        rejoin()
+        for reduction in reductions:
+            reduction.reset()
+
+    return run_fn(train, join_next_round)
 
 
 class TensorFlowState(ObjectState):
