@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,12 @@ from ronde.elastic.recovery import Position, Progress, choose_givers
 from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
 
-FRAMEWORK_BINDINGS = {"torch": "ronde.torch"}
-"""By library, the package that registers parts for its objects when it is imported."""
+FRAMEWORK_BINDINGS = {
+    "torch": ("ronde.torch", "state_dict"),
+    "keras": ("ronde.keras", "variables"),
+    "tensorflow": ("ronde.tensorflow", "assign"),
+}
+"""By library, the package that registers parts for its objects when it is imported, and what these objects have."""
 ATOMIC_TYPES = frozenset({bool, bytes, complex, float, int, range, str, type(None)})
 """Types of values that never change, so that a reference is a copy."""
 
@@ -50,12 +55,17 @@ class StatePart(Protocol):
         cheap."""
 
     def undo_step(self) -> None:
-        """Return to what end_step() kept. Called only if no part has stepped since."""
+        """Return to what end_step() kept. Called only if can_undo_step() of all parts says so."""
 
     def has_stepped(self) -> bool:
         """Return whether it was changed since end_step() in a way that undo_step() cannot take back: an optimizer has
         applied gradients. Called in every step."""
         return False
+
+    def can_undo_step(self) -> bool:
+        """Return whether undo_step() leads back to the last step end. Called after a loss, which may have interrupted a
+        step anywhere."""
+        return not self.has_stepped()
 
     def is_in_step(self) -> bool:
         """Return whether a step was begun since the last step end, and nothing can be committed before its end: batches
@@ -79,6 +89,7 @@ class StatePart(Protocol):
 MakePart = Callable[[Any, "State"], StatePart]
 
 _part_makers: dict[type, MakePart] = {}
+_container_makers: list[tuple[Callable[[object], bool], MakePart]] = []
 _common_part_makers: dict[str, Callable[[State], StatePart]] = {}
 _checks: list[Callable[[State], None]] = []
 
@@ -87,6 +98,11 @@ def register_part(kind: type, make: MakePart) -> None:
     """Let objects of this type, and of types derived from it, become parts of a State. `make` is called with the object
     and the State."""
     _part_makers[kind] = make
+
+
+def register_container_part(accepts: Callable[[object], bool], make: MakePart) -> None:
+    """Let lists and tuples for which `accepts` returns True become parts of a State."""
+    _container_makers.append((accepts, make))
 
 
 class _Run:
@@ -357,9 +373,9 @@ class State:
         world.has_state = True
 
     def undo_step(self) -> None:
-        """Return to the end of the last finished step, unless an optimizer has stepped since; then sync() will replace
-        everything. Called by ronde.elastic.run() after a loss."""
-        self._is_at_step_end = not self.has_stepped()
+        """Return to the end of the last finished step, unless an optimizer has stepped since, which cannot be taken
+        back; then sync() will replace everything. Called by ronde.elastic.run() after a loss."""
+        self._is_at_step_end = all(part.can_undo_step() for part in self._parts.values())
         if self._is_at_step_end:
             for part in self._parts.values():
                 part.undo_step()
@@ -445,13 +461,17 @@ def count_progress(state: State) -> int:
 def _find_part_maker(name: str, value: object) -> MakePart | None:
     """Who makes the part of an object; None for a plain value. A type's own maker counts before that of its base."""
     kinds = type(value).__mro__
-    for kind in kinds:
-        if kind in _part_makers:
-            return _part_makers[kind]
     libraries = {kind.__module__.partition(".")[0] for kind in kinds}
-    for library, binding in FRAMEWORK_BINDINGS.items():
-        if library in libraries and hasattr(value, "state_dict"):
+    known = next((kind for kind in kinds if kind in _part_makers), None)
+    for library, (binding, attribute) in FRAMEWORK_BINDINGS.items():
+        # A model of Keras may be a module of PyTorch, too, for which there is a part that does not fit.
+        is_missing = known is None or (library == "keras" and binding not in sys.modules)
+        if library in libraries and is_missing and hasattr(value, attribute):
             raise TypeError(f"{name} is a {type(value).__name__} of {library}: import {binding} before State() is made")
+    if known is not None:
+        return _part_makers[known]
+    if isinstance(value, list | tuple):
+        return next((make for accepts, make in _container_makers if accepts(value)), None)
     is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     return StatefulPart if is_stateful else None
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import dispatch, effects  # the only place of the tokens, and of what is allowed
+from jax._src.callback import OrderedIOEffect
 from jax.experimental import io_callback
 
 from ronde.comm.buffers import Array
@@ -23,6 +25,8 @@ from ronde.elastic.training_loop import register_error_finder
 from ronde.errors import RondeError
 
 MAX_KEPT_ERRORS = 16
+MAX_CHAIN = 16
+"""How many exceptions behind an error are looked at."""
 
 _kept_errors: deque[RondeError] = deque(maxlen=MAX_KEPT_ERRORS)
 
@@ -80,14 +84,28 @@ def keep_errors() -> Iterator[None]:
 
 
 def find_error(error: Exception) -> RondeError | None:
-    """Return the error of ronde that has caused an error of JAX; None if it has another cause."""
-    if not isinstance(error, jax.errors.JaxRuntimeError):
-        return None
-    text = str(error)
-    return next((kept for kept in reversed(_kept_errors) if str(kept) in text), None)
+    """Return the error of ronde that has caused an error of JAX; None if it has another cause. The error may have been
+    raised while that of JAX was handled: fit() of Keras fails once more when it looks for the results of the step."""
+    found: BaseException | None = error
+    for _ in range(MAX_CHAIN):
+        if isinstance(found, jax.errors.JaxRuntimeError):
+            text = str(found)
+            kept = next((kept for kept in reversed(_kept_errors) if str(kept) in text), None)
+            if kept is not None:
+                return kept
+        if found is None:
+            return None
+        found = found.__cause__ or found.__context__
+    return None
 
 
 register_error_finder(find_error)
+
+
+def forget_failed_callbacks() -> None:
+    """Let the next ordered callback run, although one before it has failed. JAX would wait for that one, and raise its
+    error again."""
+    dispatch.runtime_tokens.clear()
 
 
 def allreduce_arrays(group: Group, arrays: Sequence[Array], options: Mapping[str, Any], name: str) -> None:
@@ -97,3 +115,20 @@ def allreduce_arrays(group: Group, arrays: Sequence[Array], options: Mapping[str
         by_dtype.setdefault(array.dtype.name, []).append(array)
     for dtype, found in by_dtype.items():
         group.allreduce(found, out=found, name=f"{name}.{dtype}", **options)
+
+
+# JAX refuses functions with effects that have a gradient of their own, since it might call them more or less often.
+# Ours are called in the step of every rank, and in its backward pass.
+effects.custom_derivatives_allowed_effects.add_type(OrderedIOEffect)
+
+
+def call_on_host(function: Callable[[Array], Array], x: Any) -> Any:
+    """function(x) for an array on the host, also inside of jit; the result has the shape and dtype of x. Such calls are
+    made in the order of the program, also if nobody uses the result. The function may run operations that have a
+    name."""
+
+    def call(array: Any) -> Array:
+        with keep_errors():
+            return function(np.asarray(array))
+
+    return io_callback(call, jax.ShapeDtypeStruct(x.shape, x.dtype), x, ordered=True)

@@ -12,18 +12,24 @@ The guide is docs/guides/keras.md.
 
 from __future__ import annotations
 
+import ronde.keras.elastic_state  # noqa: F401 - registers the parts of an elastic State
 from ronde.errors import OutOfSync
 from ronde.keras import callbacks
+from ronde.keras.batch_norm import SyncBatchNormalization
 from ronde.keras.callbacks import average_metrics
 from ronde.keras.optimizer import DistributedOptimizer, load_model
+from ronde.keras.sharding import ShardedArrays, shard
 from ronde.keras.variables import broadcast_parameters, check_in_sync
 
 __all__ = [
     "DistributedOptimizer",
     "OutOfSync",
+    "ShardedArrays",
+    "SyncBatchNormalization",
     "average_metrics",
     "broadcast_parameters",
     "callbacks",
     "check_in_sync",
     "load_model",
+    "shard",
 ]

@@ -12,7 +12,6 @@ MetricAverage has to stand before those that use metrics.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,13 +21,12 @@ from ronde.comm import objects
 from ronde.comm.collectives import mark_step
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
-from ronde.keras.optimizer import DistributedBase
+from ronde.elastic.state import State
 from ronde.keras.variables import broadcast_parameters, variables_of
 from ronde.text import format_rank_answers
+from ronde.training.data_position import DataPosition
 from ronde.training.learning_rate import warmup
 from ronde.training.metrics import weighted_means, weighted_values
-
-logger = logging.getLogger("ronde.keras")
 
 
 class BroadcastInitialState(keras.callbacks.Callback):
@@ -55,17 +53,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
         if self._is_done:
             return
         model = self.model
-        switch_off_xla(model)
-        mine = self.params.get("steps"), self.params.get("epochs"), is_built(model)
-        steps, epochs, built = zip(*objects.allgather(mine, group=members), strict=True)
-        for what, counts in (("batches", steps), ("epochs", epochs)):
-            if len(set(counts) - {None}) > 1:
-                told = format_rank_answers(dict(zip(members.ranks, map(str, counts), strict=True)), ": ")
-                raise ValueError(
-                    f"the ranks have different numbers of {what} in fit(). {told}. Every batch averages gradients over "
-                    "all ranks, so all need equally many: pass steps_per_epoch=, or shard the data evenly"
-                )
-        if all(built):
+        if all(compare_numbers(members, self.params, is_built(model))):
             self._broadcast()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -91,19 +79,99 @@ class BroadcastInitialState(keras.callbacks.Callback):
         self._is_done = True
 
 
+def compare_numbers(members: Group, params: Mapping[str, Any], fact: object = None) -> list[Any]:
+    """Raise ValueError on all ranks if their numbers of batches or epochs in fit() differ. Return the fact of each
+    rank. Collective."""
+    mine = params.get("steps"), params.get("epochs"), fact
+    steps, epochs, facts = zip(*objects.allgather(mine, group=members), strict=True)
+    for what, counts in (("batches", steps), ("epochs", epochs)):
+        if len(set(counts) - {None}) > 1:
+            told = format_rank_answers(dict(zip(members.ranks, map(str, counts), strict=True)), ": ")
+            raise ValueError(
+                f"the ranks have different numbers of {what} in fit(). {told}. Every batch averages gradients over "
+                "all ranks, so all need equally many: pass steps_per_epoch=, or shard the data evenly"
+            )
+    return list(facts)
+
+
 def is_built(model: Any) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
-def switch_off_xla(model: Any) -> None:
-    """On the TensorFlow backend, let a model that is compiled with XLA train without: XLA has no operation of ours."""
-    if keras.backend.backend() != "tensorflow" or not model.jit_compile:
-        return
-    if isinstance(model.optimizer, DistributedBase) and model.optimizer.gradient_reduction.is_needed:
-        if current_world().rank == 0:
-            logger.warning("jit_compile is switched off for training: XLA cannot average gradients over ranks")
-        model.jit_compile = False
-        model.make_train_function(force=True)
+class TrackState(keras.callbacks.Callback):
+    """Keeps an elastic State while fit() runs in ronde.elastic.run(): it ends a step of the State after every batch,
+    and commits every `commit_every` batches and at the end of every epoch.
+
+    It counts the batches of data sets of the State (ronde.tensorflow.shard(), ronde.keras.shard()). If the State has a
+    value `epoch`, it becomes the number of finished epochs, and a value `batch` the number of finished batches of this
+    epoch. It has to be the last of the callbacks: when ranks come or go, fit() is left at its end.
+    """
+
+    def __init__(self, state: State, *, commit_every: int | None = 100) -> None:
+        """`commit_every`: None commits at the end of an epoch only. In a step of JAX that is interrupted nothing is
+        left to go on from but the last commit, so it says how many batches may have to be done again."""
+        super().__init__()
+        if commit_every is not None and (not isinstance(commit_every, int) or commit_every < 1):
+            raise ValueError(f"commit_every must be a whole number from 1, or None, got {commit_every!r}")
+        self._state = state
+        self._commit_every = commit_every
+        self._data = [each for each in state._objects.values() if isinstance(each, DataPosition)]
+        self._num_batches = 0  # of this epoch in this call of fit()
+        self._first_batch = 0  # the batch of the epoch with which this call of fit() has begun
+        self._num_since_commit = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """See to it that all ranks have equally many batches."""
+        compare_numbers(resolve_group(None), self.params)
+        self._num_since_commit = 0
+        self._first_batch = int(getattr(self._state, "batch", 0))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to count batches."""
+        self._num_batches = 0
+        for data in self._data:
+            data.begin_loop()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Count the steps for those that watch the job."""
+        if keras.backend.backend() == "tensorflow":  # of the others, the optimizer sees every step
+            mark_step()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End the step, and commit if it is time to."""
+        state, _ = self._state, self.model  # which lets JAX put its values into the variables
+        num_new = batch + 1 - self._num_batches
+        self._num_batches += num_new
+        self._num_since_commit += num_new
+        for data in self._data:
+            data.hand_out(num_new)
+        if not state.has_stepped():
+            return  # gradients are accumulated
+        if "batch" in state._values.values:
+            state.batch = self._first_batch + self._num_batches
+        if self._commit_every is not None and self._num_since_commit >= self._commit_every:
+            self._num_since_commit = 0
+            state.commit()
+        else:
+            state.end_step()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Keep in mind that there are no more batches in this epoch."""
+        for data in self._data if self._num_batches else ():
+            data.end_data()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Go to the next epoch, and commit."""
+        state, _ = self._state, self.model
+        for data in self._data:
+            data.end_epoch()
+        self._first_batch = self._num_batches = self._num_since_commit = 0
+        values = state._values.values
+        if "epoch" in values:
+            state.epoch = epoch + 1
+        if "batch" in values:
+            state.batch = 0
+        state.commit()
 
 
 class MetricAverage(keras.callbacks.Callback):

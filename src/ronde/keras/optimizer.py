@@ -12,7 +12,8 @@ clipping, weight decay and moving averages see the average.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -135,13 +136,13 @@ class DistributedApply(DistributedBase):
             base.apply(grads, trainable_variables)
             return
         check_variables(variables)
-        if self.gradient_accumulation_steps:
-            object.__setattr__(
-                self, "_variables_of_pass", [v for v, grad in zip(variables, grads, strict=True) if grad is not None]
-            )
-        else:
-            grads = self.gradient_reduction.reduce(grads, variables)
-        base.apply(grads, trainable_variables)
+        with after_backward(grads):
+            if self.gradient_accumulation_steps:
+                given = [v for v, grad in zip(variables, grads, strict=True) if grad is not None]
+                object.__setattr__(self, "_variables_of_pass", given)
+            else:
+                grads = self.gradient_reduction.reduce(grads, variables)
+            base.apply(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Keras calls it with the gradients that are about to be used: the sums over several passes, if there are."""
@@ -208,6 +209,20 @@ class DistributedLossScale(DistributedBase):
         if self.inner_optimizer.gradient_accumulation_steps:
             finite = self.gradient_reduction.all_true(finite)
         return finite
+
+
+@contextmanager
+def after_backward(grads: Sequence[Any]) -> Iterator[None]:
+    """Let what TensorFlow computes in this context wait for the first gradient. Without this, a step that finds no more
+    data, as at the end of a dataset whose length is not known, may count an iteration before it fails, on some ranks
+    and not on others."""
+    if keras.backend.backend() == "tensorflow":
+        from ronde.tensorflow.step_counter import after_first_gradient
+
+        with after_first_gradient(grads):
+            yield
+    else:
+        yield
 
 
 def check_variables(variables: Sequence[Any]) -> None:

@@ -11,6 +11,7 @@ The guide is docs/guides/tensorflow.md.
 
 from __future__ import annotations
 
+import ronde.tensorflow.elastic_state  # noqa: F401 - registers the parts of an elastic State
 from ronde.tensorflow.broadcast_state import (
     allgather_object,
     average_metrics,
@@ -33,12 +34,14 @@ from ronde.tensorflow.collectives import (
 from ronde.tensorflow.gradients import reduce_gradients
 from ronde.tensorflow.graph_errors import find_error
 from ronde.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
+from ronde.tensorflow.sharding import ShardedDataset, shard
 from ronde.training.gradient_settings import GradientSettings
 
 __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "GradientSettings",
+    "ShardedDataset",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -55,5 +58,6 @@ __all__ = [
     "rank_op",
     "reduce_gradients",
     "reduce_scatter",
+    "shard",
     "size_op",
 ]

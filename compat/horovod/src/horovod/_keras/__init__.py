@@ -15,7 +15,7 @@ from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompr
 from horovod.tensorflow.elastic import reductions
 from horovod.tensorflow.gradients import check_groups
 from horovod.tensorflow.mpi_ops import OPS, Average, Sum
-from horovod.tensorflow.util import contains, tensorflow_variable
+from horovod.tensorflow.util import contains, lr_variable
 from ronde.keras.gradients import KerasGradientReduction
 from ronde.keras.optimizer import DistributedBase
 
@@ -171,7 +171,7 @@ class HorovodOptimizer(DistributedBase):
     def lr(self) -> Any:
         """The learning rate, as Keras 2 called it: TensorFlow's variable, which `K.set_value(opt.lr, x)` takes. Keras 3
         fails there with a variable of its own."""
-        return tensorflow_variable(self.learning_rate)
+        return lr_variable(self.learning_rate)
 
     @lr.setter
     def lr(self, value: Any) -> None:

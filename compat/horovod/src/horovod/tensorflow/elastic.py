@@ -14,7 +14,7 @@ from horovod.common.elastic import ObjectState, run_fn
 from horovod.tensorflow.errors import internal_errors
 from horovod.tensorflow.functions import broadcast_object, broadcast_variables
 from horovod.tensorflow.mpi_ops import rank, rejoin
-from horovod.tensorflow.util import _executing_eagerly, evaluate
+from horovod.tensorflow.util import _executing_eagerly, evaluate, lr_variable
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -105,6 +105,10 @@ class TensorFlowKerasState(ObjectState):
             )
         self.model = model
         self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        rate = lr_variable(getattr(self.optimizer, "_learning_rate", None))
+        if hasattr(rate, "assign") and not hasattr(self.optimizer, "lr"):
+            # Reset callbacks call opt.lr.assign(), as Keras 2 had it. Set past Keras, which would track it once more.
+            object.__setattr__(self.optimizer, "lr", rate)
         self._values: list[Any] = []
         super().__init__(broadcast_object, rank, **kwargs)
         self._save_variables()

@@ -86,3 +86,10 @@ class LocalVariables:
 
     def __bool__(self) -> bool:
         return bool(self._variables)
+
+
+def lr_variable(rate: Any) -> Any:
+    """A learning rate of Keras 3 as Keras 2 had it: a variable of TensorFlow, which tf.keras.backend.set_value() takes,
+    too. What is no variable, such as that of a schedule, stays as it is."""
+    value = tensorflow_variable(rate)
+    return value if hasattr(value, "assign") else rate
