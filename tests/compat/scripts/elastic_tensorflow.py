@@ -53,6 +53,7 @@ def train(state: Any) -> None:
 
 
 hvd.init()
+state: Any
 if IS_KERAS:
     dense = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     model = tf.keras.Sequential([tf.keras.layers.InputLayer((1,)), dense])

@@ -43,6 +43,15 @@ np.testing.assert_array_equal(both[0], both[1])
 losses = hvd.allgather(np.array(history["loss"])[None])
 np.testing.assert_array_equal(losses[0], losses[1])
 assert hvd.allreduce(np.array([1.0 + hvd.rank()])) == [1.5]
+
+state = hvd.elastic.KerasState(model, batch=hvd.rank())
+model.train_on_batch(x, x[:, :1])
+state.restore()
+np.testing.assert_array_equal(np.concatenate([np.ravel(each) for each in model.get_weights()]), both[0])
+model.set_weights([each + hvd.rank() for each in model.get_weights()])
+state.sync()
+assert state.batch == 0
+np.testing.assert_array_equal(np.concatenate([np.ravel(each) for each in model.get_weights()]), both[0])
 if hvd.rank() == 0:
     assert sorted(path.name for path in Path(sys.argv[1]).glob("*.h5"))[-1] == "checkpoint-3.h5"
 print("ok")

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 import horovod.tensorflow as hvd
 import ronde.tensorflow
-from horovod._keras.keras2 import evaluate
-from horovod.tensorflow.util import contains, tensorflow_variable
+from horovod.tensorflow.util import LocalVariables, contains, evaluate
 from ronde.training.learning_rate import warmup
 
 Callback: Any = tf.keras.callbacks.Callback
@@ -24,16 +23,11 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]  # Tenso
         super().__init__()
         self.root_rank = root_rank
         self.broadcast_done = False
-        self._local_variables: list[Any] = []
-        if local_variables is not None:
-            for each in local_variables if isinstance(local_variables, list | tuple) else [local_variables]:
-                self.register_local_var(each)
+        self._local_variables = LocalVariables(local_variables)
 
     def register_local_var(self, var: Any) -> None:
         """Leave this variable alone."""
-        if not hasattr(tensorflow_variable(var), "assign"):
-            raise ValueError(f"local_variables must be a variable or a list of them, got {var!r}")
-        self._local_variables.append(var)
+        self._local_variables.add(var)
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast once; the first batch has made all variables."""

@@ -14,7 +14,7 @@ from horovod.common.elastic import ObjectState, run_fn
 from horovod.tensorflow.errors import internal_errors
 from horovod.tensorflow.functions import broadcast_object, broadcast_variables
 from horovod.tensorflow.mpi_ops import rank, rejoin
-from horovod.tensorflow.util import _executing_eagerly, lr_variable
+from horovod.tensorflow.util import _executing_eagerly, evaluate, lr_variable
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -130,15 +130,20 @@ class TensorFlowKerasState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        for variable, value in zip(self._variables, self._values, strict=True):
-            variable.assign(value)
+        pairs = list(zip(self._variables, self._values, strict=True))
+        if not _executing_eagerly():  # Keras 2, with a session
+            tf.compat.v1.keras.backend.batch_set_value(pairs)
+        else:
+            for variable, value in pairs:
+                variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
         """Take the state of rank 0, and save it."""
-        broadcast_variables(self._variables, root_rank=0)
+        evaluate(broadcast_variables(self._variables, root_rank=0))
         self._save_variables()
         super().sync()
 
     def _save_variables(self) -> None:
-        self._values = [np.array(variable) for variable in self._variables]
+        variables = self._variables
+        self._values = [np.array(each) for each in variables] if _executing_eagerly() else evaluate(variables)

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 import horovod.tensorflow as hvd
 from horovod._keras import create_distributed_optimizer
-from horovod._keras.keras2 import evaluate
 from horovod._keras.saved_models import load_model as _load_model
 from horovod.common.exceptions import translate_errors
 from horovod.tensorflow import (
@@ -47,6 +46,7 @@ from horovod.tensorflow import (
 from horovod.tensorflow.compression import Compressor
 from horovod.tensorflow.gradients import check_groups
 from horovod.tensorflow.keras import callbacks, elastic
+from horovod.tensorflow.util import evaluate
 
 __all__ = [
     "Average",
