@@ -281,8 +281,8 @@ class _NamedJob:
         self.is_waiting = False
         """Whether it waits for the one before it."""
         self.timeout_s = group_of(job.operation).operation_timeout_s
-        self.expires_at = time.monotonic() + max(0.0, self.timeout_s - LAST_S)
-        """When somebody has to look whether the operation has started."""
+        self.expires_at = time.monotonic() + self.timeout_s
+        """Until when it has to start."""
 
 
 class OperationThread:
@@ -291,12 +291,15 @@ class OperationThread:
     def __init__(self, library: OpLibrary) -> None:
         self._library = library
         self._lock = threading.Lock()
+        self._turns = threading.Condition(self._lock)
+        """Notified when a job does not wait any more for the one before it."""
         self._in_flight: dict[tuple[int, str], deque[_NamedJob]] = {}
         """By group and name, what is under way: the first one runs. There are others only if the kernel of the first
         has failed because its time was over: its operation still waits for other ranks, and what is tried again
         comes after it."""
-        self._expiring: OrderedDict[int, _NamedJob] = OrderedDict()
-        """By identity, all jobs of operations that are not over, the one that expires first in front."""
+        self._not_over: OrderedDict[int, _NamedJob] = OrderedDict()
+        """By identity, the jobs whose operations are not over, or wait for one that is not; the one that expires first
+        is in front. Without those of which a thread learns why they do not start."""
         self._thread = threading.Thread(target=self._run, name="ronde-tensorflow", daemon=True)
         start_thread(self._thread)
         atexit.register(self.stop)
@@ -341,7 +344,7 @@ class OperationThread:
             others = [each.job for each in under_way if not each.job.has_ended]
             if not others:
                 under_way.append(named_job)
-                self._expiring[id(named_job)] = named_job
+                self._not_over[id(named_job)] = named_job
                 named_job.is_waiting = under_way[0] is not named_job
         if others:
             error = refuse_twice_at_once(job.operation)
@@ -381,12 +384,17 @@ class OperationThread:
     def _take_next(self, key: tuple[int, str], ended: _NamedJob) -> _NamedJob | None:
         """The first job of a name is over. Returns the one after it, if there is one."""
         with self._lock:
-            self._expiring.pop(id(ended), None)
+            self._not_over.pop(id(ended), None)
             under_way = self._in_flight[key]
             under_way.popleft()
             if under_way:
-                under_way[0].is_waiting = False
-                return under_way[0]
+                next_job = under_way[0]
+                next_job.is_waiting = False
+                next_job.expires_at = time.monotonic() + next_job.timeout_s
+                self._not_over.pop(id(next_job), None)
+                self._not_over[id(next_job)] = next_job
+                self._turns.notify_all()
+                return next_job
             del self._in_flight[key]
             return None
 
@@ -394,27 +402,39 @@ class OperationThread:
         """See to operations that have not started in time. Returns how long to wait for the next job."""
         while True:
             with self._lock:
-                first = next(iter(self._expiring.values()), None)
+                first = next(iter(self._not_over.values()), None)
                 if first is None:
                     return TAKE_S
-                remaining_s = first.expires_at - time.monotonic()
+                remaining_s = first.expires_at - LAST_S - time.monotonic()
                 if remaining_s > 0.0:
                     return min(TAKE_S, remaining_s)
-                del self._expiring[id(first)]
-                is_waiting = first.is_waiting
-                if is_waiting:
-                    self._in_flight[(first.job.operation.group, first.job.operation.name)].remove(first)
-            if is_waiting:
-                what = f"{first.job.operation.kind} {first.job.operation.name!r} of group {first.job.operation.group}"
-                _fail(
-                    first.job,
-                    OperationTimeout(
-                        f"{what} did not start within {first.timeout_s:g} s, because the one before it, which has "
-                        "timed out, still waits for other ranks"
-                    ),
+                del self._not_over[id(first)]
+            if first.work is None or not first.work.is_started_or_done():
+                _run_in_thread(first.job, functools.partial(self._await_start, first))
+
+    def _await_start(self, named_job: _NamedJob) -> None:
+        """Wait for an operation until its time is over, and let the kernel fail then."""
+        job, work = named_job.job, named_job.work
+        elapsed_s = time.monotonic() - (named_job.expires_at - named_job.timeout_s)
+        deadline = Deadline(named_job.timeout_s, elapsed_s=elapsed_s)
+        if work is None:
+            with self._turns:
+                self._turns.wait_for(lambda: not named_job.is_waiting, deadline.remaining_s)
+                if named_job.is_waiting:
+                    self._in_flight[(job.operation.group, job.operation.name)].remove(named_job)
+            if named_job.is_waiting:
+                raise OperationTimeout(
+                    f"{job.operation.kind} {job.operation.name!r} of group {job.operation.group} did not start within "
+                    f"{named_job.timeout_s:g} s: the one before it, which has timed out, still waits for other ranks"
                 )
-            elif first.work is not None and not first.work.is_started_or_done():
-                _run_in_thread(first.job, functools.partial(_await_start, first.job, first.work))
+            return  # the one before has ended: it starts, and its own time begins
+        try:
+            work.wait_until(deadline)
+        except OperationTimeout as error:
+            if not work.is_started_or_done():  # the operation keeps the memory
+                job.fail(describe_error(error), UNKNOWN)
+        except Exception:  # _on_over() sees the same error
+            return
 
     def _start_bucket(self, job: KernelJob) -> None:
         """Give the channel of its plan to a bucket that has found none."""
@@ -475,17 +495,6 @@ def _fail_with_reason(job: KernelJob) -> None:
     if channel is not None:
         channel.record_failure(job.description, error)
     raise error
-
-
-def _await_start(job: KernelJob, work: Work) -> None:
-    """Wait for an operation until its time is over, and let the kernel fail then. The operation keeps the memory."""
-    try:
-        work.wait_until(Deadline(work.timeout_s, elapsed_s=max(0.0, work.timeout_s - LAST_S)))
-    except OperationTimeout as error:
-        if not work.is_started_or_done():
-            job.fail(describe_error(error), UNKNOWN)
-    except Exception:  # _on_over() sees the same error
-        return
 
 
 def _fail(job: KernelJob, error: Exception) -> None:
