@@ -73,6 +73,35 @@ def test_a_rank_that_is_killed_is_named_by_the_error_of_the_graph(case: str, tmp
 def test_what_others_do_not_come_to_ends_with_an_error_that_names_them(tmp_path: Path) -> None:
     words = [*RUN, TENSORFLOW, "-m", "tests.jobs.tensorflow_checks.faults", "timeout", tmp_path]
     output_of(words, env=environment(RONDE_OPERATION_S="5"), limit_s=LONG_S)
-    operation, gradients = (tmp_path / "rank-0").read_text().splitlines()
-    assert "OperationTimeout: allreduce 'alone' of group 0 did not start within 5 s; it waits for rank 1" in operation
-    assert "rank 1 did not connect" in gradients and "within 5 s" in gradients
+    operation, again, *gradients = (tmp_path / "rank-0").read_text().splitlines()
+    late = "OperationTimeout: allreduce 'alone' of group 0 did not start within 5 s"
+    assert f"{late}; it waits for rank 1" in operation
+    assert f"{late}: the one before it, which has timed out, still waits for other ranks" in again
+    for each in gradients:
+        assert "rank 1 did not connect" in each and "within 5 s" in each
+
+
+@needs_tensorflow
+def test_what_runs_twice_at_once_or_was_abandoned_is_an_error_and_works_in_the_next_round(tmp_path: Path) -> None:
+    words = [*RUN, TENSORFLOW, "-m", "tests.jobs.tensorflow_checks.faults", "rounds", tmp_path]
+    output_of(words, env=environment(), limit_s=LONG_S)
+    rank_0, rank_1 = ((tmp_path / f"rank-{rank}").read_text().splitlines() for rank in range(2))
+    assert len(rank_0) == 8 and len(rank_1) == 6
+    for each in (*rank_0[:2], rank_1[0]):
+        assert "Mismatch: allreduce 'at once' of group 0: rank 0 runs it twice at once" in each and "name=" in each
+    for each in rank_0[2:4]:
+        assert "Mismatch: rank 0 reduces 'at once' twice at once" in each
+    assert "PeerLost: rank 1 lost rank 0" in rank_1[1] and "rank 0 reduces 'at once' twice at once" in rank_1[1]
+    assert "the data are bad" in rank_0[4] or "NoneType" in rank_0[4]
+    for each in (*rank_0[5:7], *rank_1[3:5]):
+        assert "the training step before was abandoned on rank 0" in each
+    for each in (rank_0[7], rank_1[5]):
+        assert "ValueError: a TensorFlow graph uses group" in each and "of an earlier round" in each
+
+
+@needs_tensorflow
+def test_an_elastic_job_goes_on_after_a_rank_has_died_between_two_buckets(tmp_path: Path) -> None:
+    words = [*RUN[:-1], "3", "--min-np", "2", TENSORFLOW, "-m", "tests.jobs.tensorflow_checks.faults"]
+    output_of([*words, "elastic", tmp_path], env=environment(), limit_s=LONG_S)
+    assert (tmp_path / "killed").exists()
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["6 steps"] * 2

@@ -125,7 +125,7 @@ class TrackState(keras.callbacks.Callback):
         self._num_since_commit = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare the model, and see to it that all ranks have equally many batches."""
+        """See to it that all ranks have equally many batches."""
         compare_numbers(resolve_group(None), self.params)
         self._num_since_commit = 0
         self._first_batch = int(getattr(self._state, "batch", 0))

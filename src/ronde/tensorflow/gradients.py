@@ -37,7 +37,7 @@ from ronde.tensorflow.graph_operations import (
     without_autograph,
 )
 from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import find_group, plan_channels
+from ronde.tensorflow.operation_thread import group_of, plan_channels
 from ronde.tensorflow.step_counter import count_reduction
 from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
@@ -325,7 +325,7 @@ def _reduce_gradients_of_bucket(finish: Any, *grads: Any) -> list[Any]:
     )
     bucket = PlannedBucket(tuple(range(len(wires))), named, start.get_attr("count"))
     plan = backward_name(f"{forward.name}.{start.get_attr('bucket')}") or ""
-    reduced = _add_bucket_nodes(get_graph_ops(), find_group(forward.group), plan, wires, [bucket])
+    reduced = _add_bucket_nodes(get_graph_ops(), group_of(forward), plan, wires, [bucket])
     return [*reduced, None]
 
 
@@ -336,10 +336,12 @@ def _pass_gradients_of_bucket(start: Any, *grads: Any) -> list[Any]:
 
 def _add_python_reduction(members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
     """One node in Python, which reduces all buckets as the native nodes do."""
+    operation = GraphOperation("gradients", plan, members.id)
 
     def reduce(*arrays: Any) -> list[Any]:
-        current = find_group(members.id)
-        return _reduce_arrays(current, plan_channels.open(f"{members.id}.{plan}", current), buckets, arrays)
+        current = group_of(operation)
+        with plan_channels.hold(f"{members.id}.{plan}", current) as channel:
+            return _reduce_arrays(current, channel, buckets, arrays)
 
     return add_python_node(reduce, wires, [each.dtype for each in wires], [each.shape for each in wires])
 

@@ -36,7 +36,15 @@ from ronde.comm.world import current_world
 from ronde.errors import RondeError
 from ronde.tensorflow.graph_errors import describe_error
 from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import NUMBERS, find_group, get_ops, read_number, start_by_name
+from ronde.tensorflow.operation_thread import (
+    NUMBERS,
+    find_group,
+    get_ops,
+    group_of,
+    names_in_python,
+    read_number,
+    start_by_name,
+)
 
 logger = logging.getLogger("ronde.tensorflow")
 
@@ -170,6 +178,7 @@ def get_graph_ops(*, communicates: bool = True) -> Any:
     communicates is refused where ranks could mistake one turn of a loop for another."""
     for function in _find_functions_for_xla():
         _switch_off_xla(function)
+    _run_turns_in_order()
     if communicates and not tf.compat.v1.executing_eagerly_outside_functions():
         _check_order()
     return get_ops()
@@ -184,6 +193,8 @@ def _check_order() -> None:
             "function in any order, so that ranks would mix up their numbers; leave @tf.function away there, or run "
             "the function eagerly"
         )
+    if tf.compat.v1.get_default_graph() is _find_function_graphs()[0]:
+        return  # its loops are nodes of its own, see _run_turns_in_order()
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -228,6 +239,25 @@ def _switch_off_xla(function: Any) -> None:
             "communicates; functions inside of it that do not communicate can be compiled",
             name,
         )
+
+
+# --- loops -----------------------------------------------------------------------------------------------------------
+
+
+def _run_turns_in_order() -> None:
+    """Let the loops that are being built around the next node run their turns one after the other. Each turn has an
+    operation of the same name, and TensorFlow may run several at once (parallel_iterations). Loops of tf.function do so
+    by themselves, because a node here has effects; those of a session's graph have nodes that say how many."""
+    graph = tf.compat.v1.get_default_graph()
+    context = graph._get_control_flow_context()
+    while context is not None:
+        if getattr(context, "parallel_iterations", 1) > 1:
+            one = tf.compat.v1.AttrValue(i=1)
+            for node in graph.get_operations():
+                if node.type in ("Enter", "RefEnter") and node.get_attr("frame_name") == context.name.encode():
+                    node._set_attr("parallel_iterations", one)
+            context._parallel_iterations = 1  # of the nodes that are still to be added
+        context = context.outer_context
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -317,8 +347,9 @@ def add_broadcasts(operations: Sequence[GraphOperation], xs: Sequence[Any]) -> l
         return [add_same_shape(operation, [x])[0] for operation, x in zip(operations, xs, strict=True)]
 
     def run(*arrays: Any) -> list[Any]:
-        works = [start_by_name(operation, [array]) for operation, array in zip(operations, arrays, strict=True)]
-        return [work.wait() for work in works]
+        with names_in_python.hold(operations):
+            works = [start_by_name(operation, [array]) for operation, array in zip(operations, arrays, strict=True)]
+            return [work.wait() for work in works]
 
     return add_python_node(run, xs, [x.dtype for x in xs], [x.shape for x in xs])
 
@@ -357,11 +388,12 @@ def _add_python_operation(
         if operation.kind in NUMBERS:
             return [np.int32(read_number(operation))]
         if operation.kind == "join":
-            return [np.int32(find_group(operation.group).join())]
-        if operation.kind == "alltoall":
-            rows, received = start_by_name(operation, arrays, splits=arrays[1] if arrays[1].size else None).wait()
-            return [rows, np.asarray(received, np.int64)]
-        result = start_by_name(operation, arrays).wait()
+            return [np.int32(group_of(operation).join())]
+        with names_in_python.hold([operation]):
+            if operation.kind == "alltoall":
+                rows, received = start_by_name(operation, arrays, splits=arrays[1] if arrays[1].size else None).wait()
+                return [rows, np.asarray(received, np.int64)]
+            result = start_by_name(operation, arrays).wait()
         if operation.kind == "barrier":
             return [np.True_]
         return list(result) if operation.kind == "allreduce" else [result]

@@ -4,8 +4,13 @@ common is in tests/conformance/frameworks."""
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ import tensorflow as tf
 
 import ronde
 import ronde.tensorflow as rt
+from ronde.tensorflow import op_library
 from tests.jobs.tensorflow_checks.checks import check, count_python_ranks, each_way, in_graph, make_session
 
 
@@ -302,6 +308,47 @@ def what_communicates_is_not_compiled_with_xla() -> None:
         assert "HloModule" in forward.experimental_get_compiler_ir(tf.ones([2]))(stage="hlo")
     finally:
         logging.getLogger("ronde.tensorflow").removeHandler(handler)
+
+
+@check
+def turns_of_a_loop_in_the_graph_of_a_session_run_in_order() -> None:
+    """TensorFlow would run several turns at once, and their operations have one name."""
+    me = ronde.rank() + 1.0
+    tf.compat.v1.disable_control_flow_v2()
+    try:
+        with tf.Graph().as_default() as graph, make_session() as session:
+
+            def turn(i: Any) -> Any:
+                def wait(j: Any, x: Any) -> Any:
+                    return j + 1, tf.matmul(x, x)
+
+                # On rank 0 the even turns take long, on rank 1 the odd ones.
+                num_waits = tf.where(tf.equal(i % 2, ronde.rank()), 200, 0)
+                slow = tf.while_loop(lambda j, x: j < num_waits, wait, (0, tf.eye(40)))[1]
+                return rt.allreduce(tf.cast(i, tf.float32) * me + 0.0 * tf.reduce_sum(slow))
+
+            ys = tf.map_fn(turn, tf.range(8), fn_output_signature=tf.float32, parallel_iterations=8)
+            assert session.run(ys).tolist() == [3.0 * i for i in range(8)]
+        enters = [node for node in graph.get_operations() if node.type == "Enter"]
+        frames = {node.get_attr("frame_name"): node.get_attr("parallel_iterations") for node in enters}
+        assert sorted(frames.values()) == [1, 10], "the loop inside of a turn, which does not communicate, may do so"
+    finally:
+        tf.compat.v1.enable_control_flow_v2()
+
+
+@check
+def a_self_test_that_is_killed_is_run_again_and_one_that_crashes_is_not() -> None:
+    def test_ends_with(status: int) -> str:
+        done = subprocess.CompletedProcess([], status, stdout="passed\n", stderr="the end")
+        with mock.patch.object(op_library.subprocess, "run", return_value=done):
+            return op_library.find_problem("auto", "native")
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(op_library, "cache_dir", lambda: Path(folder)):
+        assert test_ends_with(-signal.SIGKILL) == "the self-test of the kernels ended with status -9: the end"
+        assert "status -11" in test_ends_with(-signal.SIGSEGV)
+        assert "status -11" in test_ends_with(0), "kept"
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(op_library, "cache_dir", lambda: Path(folder)):
+        assert test_ends_with(0) == test_ends_with(-signal.SIGSEGV) == ""
 
 
 @check

@@ -15,6 +15,7 @@ from ronde.net.messages import (
     CoordinatorMessage,
     OperationRejected,
     OperationRequest,
+    RefuseOperation,
     RevokeSharedIds,
     RunOperations,
     UnknownOperationId,
@@ -123,6 +124,26 @@ def test_a_join_brings_all_operations_back_until_all_have_joined() -> None:
     announce(negotiator, range(1, 2), join)
     announce(negotiator, BOTH, allreduce("a"))
     assert shared_ids(announce(negotiator, BOTH, allreduce("a"))) == {"a": 0}
+
+
+def test_a_name_that_a_rank_refuses_is_rejected_on_all_members_from_then_on() -> None:
+    negotiator = make_negotiator()
+    announce(negotiator, BOTH, allreduce("pending"))
+    for _ in range(2):
+        announce(negotiator, BOTH, allreduce("shared"))
+    negotiator.announce(1, AnnounceOperations((allreduce("pending"),)), 0)
+    for name in ("pending", "shared", "new"):
+        for _ in range(2):  # the first reason counts
+            negotiator.refuse(0, RefuseOperation(0, name, f"{name} twice"))
+    negotiator.refuse(0, RefuseOperation(7, "other", "no such group"))
+    revoked, rejected = RevokeSharedIds(0, (0,)), OperationRejected(0, "pending", "pending twice")
+    assert sorted(negotiator.take_sends(), key=lambda send: send.ranks) == [((0, 1), revoked), ((1,), rejected)]
+    for rank in BOTH:
+        for name in ("pending", "shared", "new"):
+            negotiator.announce(rank, AnnounceOperations((allreduce(name),)), 0)
+            assert negotiator.take_sends() == [((rank,), OperationRejected(0, name, f"{name} twice"))]
+    assert list(negotiator.pending(10)) == []
+    assert shared_ids(announce(negotiator, BOTH, allreduce("another"))) == {"another": -1}
 
 
 def test_names_with_a_shared_id_are_not_forgotten_and_there_is_a_limit_to_them(monkeypatch: pytest.MonkeyPatch) -> None:

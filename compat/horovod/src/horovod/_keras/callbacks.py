@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 import ronde.keras
-from horovod.tensorflow.util import contains, tensorflow_variable
+from horovod.tensorflow.util import LocalVariables, contains
 from ronde.keras import callbacks as own
 from ronde.keras.variables import variables_of
 
@@ -18,17 +18,11 @@ class BroadcastGlobalVariablesCallback(own.BroadcastInitialState):
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__(root_rank)
-        self._local_variables: list[Any] = []
-        if local_variables is not None:
-            given = local_variables if isinstance(local_variables, list | tuple) else [local_variables]
-            for variable in given:
-                self.register_local_var(variable)
+        self._local_variables = LocalVariables(local_variables)
 
     def register_local_var(self, var: Any) -> None:
         """Leave this variable alone."""
-        if not hasattr(tensorflow_variable(var), "assign"):
-            raise ValueError(f"local_variables must be a variable or a list of them, got {var!r}")
-        self._local_variables.append(var)
+        self._local_variables.add(var)
 
     def _broadcast(self) -> None:
         optimizer = self.model.optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import tensorflow as tf
@@ -13,11 +14,14 @@ from horovod.common.elastic import ObjectState, run_fn
 from horovod.tensorflow.errors import internal_errors
 from horovod.tensorflow.functions import broadcast_object, broadcast_variables
 from horovod.tensorflow.mpi_ops import rank, rejoin
-from horovod.tensorflow.util import _executing_eagerly
+from horovod.tensorflow.util import _executing_eagerly, evaluate, lr_variable
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 R = TypeVar("R")
+
+reductions: WeakSet[Any] = WeakSet()
+"""What averages the gradients of Keras optimizers and counts steps. A new process begins at 0, so all others do."""
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
@@ -33,7 +37,12 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
         with internal_errors():
             return func(state, *args, **kwargs)
 
-    return run_fn(train, rejoin)
+    def join_next_round() -> None:
+        rejoin()
+        for reduction in reductions:
+            reduction.reset()
+
+    return run_fn(train, join_next_round)
 
 
 class TensorFlowState(ObjectState):
@@ -96,6 +105,10 @@ class TensorFlowKerasState(ObjectState):
             )
         self.model = model
         self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        rate = lr_variable(getattr(self.optimizer, "_learning_rate", None))
+        if hasattr(rate, "assign") and not hasattr(self.optimizer, "lr"):
+            # Reset callbacks call opt.lr.assign(), as Keras 2 had it. Set past Keras, which would track it once more.
+            object.__setattr__(self.optimizer, "lr", rate)
         self._values: list[Any] = []
         super().__init__(broadcast_object, rank, **kwargs)
         self._save_variables()
@@ -117,15 +130,20 @@ class TensorFlowKerasState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        for variable, value in zip(self._variables, self._values, strict=True):
-            variable.assign(value)
+        pairs = list(zip(self._variables, self._values, strict=True))
+        if not _executing_eagerly():  # Keras 2, with a session
+            tf.compat.v1.keras.backend.batch_set_value(pairs)
+        else:
+            for variable, value in pairs:
+                variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
         """Take the state of rank 0, and save it."""
-        broadcast_variables(self._variables, root_rank=0)
+        evaluate(broadcast_variables(self._variables, root_rank=0))
         self._save_variables()
         super().sync()
 
     def _save_variables(self) -> None:
-        self._values = [np.array(variable) for variable in self._variables]
+        variables = self._variables
+        self._values = [np.array(each) for each in variables] if _executing_eagerly() else evaluate(variables)

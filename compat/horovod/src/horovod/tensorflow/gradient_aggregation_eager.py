@@ -8,12 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.tensorflow.gradients import scale
-from horovod.tensorflow.mpi_ops import size_op
-from horovod.tensorflow.util import contains, without_autograph
+from horovod.tensorflow.gradient_aggregation import LocalAggregation
+from horovod.tensorflow.util import without_autograph
 
 
-class LocalGradientAggregationHelperEager:
+class LocalGradientAggregationHelperEager(LocalAggregation):
     """Adds the gradients of backward_passes_per_step passes up, and reduces the sums in the last of them. Steps between
     change no variables but the optimizer's iterations. It is called in every step."""
 
@@ -26,24 +25,18 @@ class LocalGradientAggregationHelperEager:
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
     ) -> None:
-        """`allreduce_func` takes gradients and variables, and returns the reduced gradients."""
-        if backward_passes_per_step <= 0:
-            raise ValueError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
-        self.backward_passes_per_step = backward_passes_per_step
-        self.allreduce_grads = allreduce_func
-        self.sparse_as_dense = sparse_as_dense
-        self.average_aggregated_gradients = average_aggregated_gradients
-        self.process_set = process_set
-        self.scale_local_gradients = scale_local_gradients
+        super().__init__(
+            backward_passes_per_step,
+            allreduce_func,
+            sparse_as_dense,
+            average_aggregated_gradients,
+            process_set,
+            scale_local_gradients,
+        )
         with tf.init_scope():
             self.counter = tf.Variable(0, trainable=False, dtype=tf.int32)
         """How many passes were added up since the last update."""
         self._sums: list[Any] = []
-        self._local_variables: list[Any] = []
-
-    def register_local_var(self, var: Any) -> None:
-        """Keep the gradients of this variable on their rank."""
-        self._local_variables.append(var)
 
     @without_autograph
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
@@ -79,22 +72,4 @@ class LocalGradientAggregationHelperEager:
         for each in self._sums:
             each.assign(tf.zeros_like(each))
         self.counter.assign(0)
-        if self.average_aggregated_gradients:
-            totals = [each / tf.cast(self.backward_passes_per_step, each.dtype) for each in totals]
-        results = list(totals)
-        shared = [i for i, variable in enumerate(variables) if not contains(self._local_variables, variable)]
-        reduced = self.allreduce_grads([totals[i] for i in shared], [variables[i] for i in shared])
-        for index, grad in zip(shared, reduced, strict=True):
-            results[index] = grad
-        if self.scale_local_gradients and len(shared) < len(variables):
-            factor = 1.0 / tf.cast(size_op(self.process_set.process_set_id or 0), tf.float64)
-            for index in set(range(len(variables))).difference(shared):
-                results[index] = scale(results[index], factor)
-        return results
-
-    def _as_dense(self, grad: Any) -> Any:
-        if isinstance(grad, tf.IndexedSlices):
-            if not self.sparse_as_dense:
-                raise ValueError("IndexedSlices cannot be added up over several passes; use sparse_as_dense=True")
-            return tf.convert_to_tensor(grad)
-        return grad
+        return self._reduce(totals, variables)

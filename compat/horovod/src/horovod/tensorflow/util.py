@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -26,6 +26,17 @@ def _executing_eagerly() -> bool:
 def _make_subgraph(f: Callable[..., Any]) -> Any:
     """The function as a tf.function."""
     return tf.function(f)
+
+
+def evaluate(operation: Any) -> Any:
+    """The tensor itself, eagerly and in tf.function. In a graph of TensorFlow 1, what Keras' session computes."""
+    if tf.executing_eagerly() or tf.inside_function():
+        return operation
+    backend = tf.compat.v1.keras.backend
+    session = backend.get_session() if hasattr(backend, "get_session") else tf.compat.v1.get_default_session()
+    if session is None:
+        raise ValueError("in a graph this needs a session: use `with session:`, Keras 3 has none of its own")
+    return session.run(operation)
 
 
 def tensorflow_variable(variable: Any) -> Any:
@@ -53,3 +64,32 @@ def contains(variables: Iterable[Any], variable: Any) -> bool:
     """Whether the variable is among these, as itself or as that inside of a variable of Keras."""
     wanted = tensorflow_variable(variable)
     return any(tensorflow_variable(each) is wanted for each in variables)
+
+
+class LocalVariables:
+    """The variables that a callback leaves alone, for BroadcastGlobalVariablesCallback of Keras 2 and 3."""
+
+    def __init__(self, given: Any) -> None:
+        """`given` is None, a variable or a list of them."""
+        self._variables: list[Any] = []
+        if given is not None:
+            for variable in given if isinstance(given, list | tuple) else [given]:
+                self.add(variable)
+
+    def add(self, variable: Any) -> None:
+        if not hasattr(tensorflow_variable(variable), "assign"):
+            raise ValueError(f"local_variables must be a variable or a list of them, got {variable!r}")
+        self._variables.append(variable)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._variables)
+
+    def __bool__(self) -> bool:
+        return bool(self._variables)
+
+
+def lr_variable(rate: Any) -> Any:
+    """A learning rate of Keras 3 as Keras 2 had it: a variable of TensorFlow, which tf.keras.backend.set_value() takes,
+    too. What is no variable, such as that of a schedule, stays as it is."""
+    value = tensorflow_variable(rate)
+    return value if hasattr(value, "assign") else rate
