@@ -1,5 +1,5 @@
-"""Mean and variance over the members of a group, for batch normalization: ronde.training.moments with arrays of JAX. The
-sums are made on the host, in float64."""
+"""Mean and variance over the members of a group, for batch normalization: ronde.training.moments with arrays of JAX.
+The sums are made on the host, in float64."""
 
 from __future__ import annotations
 
