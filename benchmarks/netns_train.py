@@ -48,8 +48,9 @@ def train(
         bound_ms = 8 * model.num_bytes / measure(hosts, cases, budget) / 1e6
     results = {case.training_setup.name: case.result() for case in cases}
     for name, result in results.items():
-        times = (f"{result.step_us / 1e3:.1f}", f"{result.backward_us / 1e3:.1f}")
-        bound = (f"{bound_ms:.1f}", f"{1e3 * bound_ms / result.backward_us:.0%}") if name != APART else ("", "")
+        backward_us = result.backward_us or result.step_us
+        times = (f"{result.step_us / 1e3:.1f}", f"{backward_us / 1e3:.1f}")
+        bound = (f"{bound_ms:.1f}", f"{1e3 * bound_ms / backward_us:.0%}") if name != APART else ("", "")
         ratio = result.samples_per_s / results["ddp-view"].samples_per_s
         comparison = format_ratio(ratio) if name.startswith(RONDE) else ""
         yield (model.name, name, f"{result.samples_per_s:,.1f}", *times, *bound, comparison)

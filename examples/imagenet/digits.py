@@ -10,15 +10,16 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from split import choose_split
 
 import ronde
 
 __all__ = ["write_digits"]
 
-SPLITS = {"train": 0.7, "val": 0.1, "test": 0.2}
+SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}
 
 
-def write_digits(folder: Path, *, seed: int = 0) -> Path:
+def write_digits(folder: Path) -> Path:
     """Make the folder in ImageNet's layout, unless it is there. All ranks call it."""
     there = ronde.objects.broadcast(folder.is_dir())
     if there:
@@ -27,7 +28,7 @@ def write_digits(folder: Path, *, seed: int = 0) -> Path:
     if ronde.rank() == 0 and unfinished.exists():  # a run was killed here
         shutil.rmtree(unfinished)
     ronde.barrier()
-    _write_share(unfinished, seed)
+    _write_share(unfinished)
     ronde.barrier()
     if ronde.rank() == 0:
         unfinished.rename(folder)
@@ -35,15 +36,13 @@ def write_digits(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def _write_share(folder: Path, seed: int) -> None:
+def _write_share(folder: Path) -> None:
     # Takes seconds, and is needed once only.
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it ships no types
 
     digits = load_digits()
-    order = np.random.default_rng(seed).permutation(len(digits.target))
-    bounds = np.cumsum([round(part * len(order)) for part in SPLITS.values()])[:-1]
-    for split, indices in zip(SPLITS, np.split(order, bounds), strict=True):
-        for index in indices[ronde.rank() :: ronde.size()]:
-            path = folder / split / str(digits.target[index]) / f"{index:04d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((digits.images[index] * (255 / 16)).astype(np.uint8)).save(path)
+    for index in range(ronde.rank(), len(digits.target), ronde.size()):
+        name = f"{digits.target[index]}/{index:04d}.png"
+        path = folder / choose_split(name, SHARES) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((digits.images[index] * (255 / 16)).astype(np.uint8)).save(path)

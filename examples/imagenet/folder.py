@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ImageFolder", "Split", "read_folder"]
+import ronde
+
+__all__ = ["ImageFolder", "Split", "read_folder", "read_folder_once"]
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 SPLITS = ("train", "val", "test")
@@ -48,6 +50,21 @@ def read_folder(root: Path) -> ImageFolder:
         if (root / name).is_dir():
             splits[name] = _read_split(root, name, classes, digest)
     return ImageFolder(root, classes, splits, digest.hexdigest())
+
+
+def read_folder_once(root: Path) -> ImageFolder:
+    """What rank 0 finds in a folder, on all ranks: a big one is slow to list. Ends the job if that fails."""
+    folder: ImageFolder | None = None
+    problem = ""
+    if ronde.rank() == 0:
+        try:
+            folder = read_folder(root)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    folder, problem = ronde.objects.broadcast((folder, problem))
+    if folder is None:
+        raise SystemExit(problem)
+    return folder
 
 
 def _read_split(root: Path, name: str, classes: tuple[str, ...], digest: hashlib._Hash) -> Split:

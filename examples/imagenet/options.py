@@ -1,4 +1,4 @@
-"""The command line of the main job."""
+"""The command line of the main job, with PyTorch and with TensorFlow."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ class Options:
     image_size: int
     width: int
     workers: int
-    amp: bool
+    amp: str | None
     seed: int
 
 
-def parse(argv: Sequence[str] | None = None) -> Options:
-    """Read the command line; the defaults are those of the digits, except where ImageNet needs others."""
+def parse(
+    argv: Sequence[str] | None = None, *, run: str = "runs/alexnet", precisions: Sequence[str] = ("bfloat16",)
+) -> Options:
+    """Read the command line; the defaults are those of the digits, except where ImageNet needs others. `run` is the
+    default of --run, and `precisions` are what --amp may be, by default the first."""
     parser = argparse.ArgumentParser(
         description="Train AlexNet on an image folder in ImageNet's layout, on any number of ranks.",
         epilog="A run that was ended in the middle goes on where it was; one that is finished starts over.",
@@ -48,17 +51,18 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     data.add_argument("--data", type=Path, help="folder with {train,val,test}/CLASS/*.jpg; default: digits")
     data.add_argument("--cache", type=Path, default=Path("runs/cache"), help="prepared images (default: %(default)s)")
     data.add_argument("--image-size", type=int, help=f"pixels (default: {IMAGENET_SIZE}; digits {DIGITS_SIZE})")
-    data.add_argument("--workers", type=int, default=0, help="processes per rank that load batches")
+    data.add_argument("--workers", type=int, default=0, help="processes (TensorFlow: threads) that load batches")
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=int, help="default: 90; digits 6")
     training.add_argument("--batch-size", type=int, help="per rank (default: 128; digits 16)")
     training.add_argument("--lr", type=float, default=2e-4, help="of one rank; grows with the root of the ranks")
     training.add_argument("--warmup", type=float, default=0.1, help="part of the training (default: %(default)s)")
     training.add_argument("--width", type=int, default=4096, help="of the dense layers (default: %(default)s)")
-    training.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")
+    amp = f"compute in {' or '.join(precisions)} where that is safe"
+    training.add_argument("--amp", nargs="?", const=precisions[0], choices=precisions, help=amp)
     training.add_argument("--seed", type=int, default=0)
     results = parser.add_argument_group("results")
-    results.add_argument("--run", type=Path, default=Path("runs/alexnet"), help="folder (default: %(default)s)")
+    results.add_argument("--run", type=Path, default=Path(run), help="folder (default: %(default)s)")
     results.add_argument("--checkpoint", help="folder or URL of checkpoints (default: RUN/checkpoints)")
     results.add_argument("--checkpoint-s", type=float, default=30.0, help="seconds between two (default: %(default)s)")
     results.add_argument("--resume", action="store_true", help="insist on going on from a checkpoint")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from folder import ImageFolder, Split, read_folder
+from folder import ImageFolder, Split, read_folder_once
 from PIL import Image
 
 import ronde
@@ -67,16 +67,7 @@ def cache_key(folder: ImageFolder, size: int) -> str:
 
 def prepare(root: Path, cache: Path, size: int) -> Path:
     """The cache of an image folder, made if it is not there. All ranks call it; all must see both folders."""
-    # One rank looks, for all: a big folder is slow to list. If that fails, all know why.
-    folder, problem = None, ""
-    if ronde.rank() == 0:
-        try:
-            folder = read_folder(root)
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    folder, problem = ronde.objects.broadcast((folder, problem))
-    if folder is None:
-        raise SystemExit(problem)
+    folder = read_folder_once(root)
     target = cache / cache_key(folder, size)
     if not ronde.objects.broadcast(target.is_dir()):
         _make(folder, target, size)

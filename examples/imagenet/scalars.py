@@ -1,7 +1,8 @@
-"""Scalars for TensorBoard, written by rank 0."""
+"""Scalars for TensorBoard, written by rank 0 with TensorBoard's own writer."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,21 +20,24 @@ class Scalars:
         self._writer: Any = None
         if ronde.rank() == 0:
             try:
-                from torch.utils.tensorboard import SummaryWriter
+                from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+                from tensorboard.compat.proto.summary_pb2 import Summary
+                from tensorboard.summary.writer.event_file_writer import EventFileWriter
             except ImportError:
                 return
-            # What an earlier start wrote of steps that are done again now is not shown.
-            self._writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
-
-    @property
-    def on(self) -> bool:
-        return self._writer is not None
+            self._Event, self._Summary = Event, Summary
+            self._writer = EventFileWriter(str(folder))
+            if step:  # what an earlier start wrote of steps that are done again now is not shown
+                start = SessionLog(status=SessionLog.START)
+                self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers after so many steps."""
         if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+            summary = self._Summary(
+                value=[self._Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            )
+            self._writer.add_event(self._Event(wall_time=time.time(), step=step, summary=summary))
 
     def __enter__(self) -> Scalars:
         return self

@@ -14,25 +14,21 @@ import os
 import time
 from pathlib import Path
 
-import psutil
 import torch
 from digits import write_digits
 from images import Batch, Images, crop_centre, crop_randomly, make_loader, read_index
 from model import AlexNet, normalize, num_parameters
 from options import Options, parse
 from prepare import prepare
-from progress import Display
+from progress import Display, Telling, is_finished, tell_result
 from scalars import Scalars
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ronde
 import ronde.torch
-from ronde.dash import RunLog, read_log, write_report
+from ronde.dash import RunLog
 from ronde.torch import ShardedSampler, average_metrics
-
-REPORT_STEPS = 10
-"""Steps from one look at all ranks to the next."""
 
 
 class Trainer:
@@ -71,8 +67,7 @@ class Trainer:
 
     def resume(self, log: Path) -> None:
         """Go on where an unfinished run was, unless --fresh is given. A finished one starts over by itself."""
-        finished = ronde.objects.broadcast(log.exists() and read_log(log).ended)
-        if self.options.fresh or (finished and not self.options.resume):
+        if self.options.fresh or (is_finished(log) and not self.options.resume):
             self.checkpoints.clear()  # so that they are not taken for those of the new run
             return
         restored = self.checkpoints.restore()
@@ -100,7 +95,7 @@ class Trainer:
 
     def scores(self, images: Tensor) -> Tensor:
         """What the model says of these images."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.amp):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bool(self.options.amp)):
             scores: Tensor = self.model(normalize(images.to(self.device)))
         return scores.float()
 
@@ -120,40 +115,6 @@ class Trainer:
         return {f"{split}/{name}": value for name, value in average_metrics(mine, count=count).items()}
 
 
-class Telling:
-    """How it goes, every few steps: to the log, TensorBoard and the terminal."""
-
-    def __init__(self, trainer: Trainer, log: RunLog, display: Display, scalars: Scalars) -> None:
-        self.trainer, self.log, self.display, self.scalars = trainer, log, display, scalars
-        self.losses: list[Tensor] = []
-        self.num_images = 0
-
-    def step(self, loss: Tensor, num_images: int) -> None:
-        """After each step."""
-        self.losses.append(loss)
-        self.num_images += num_images
-        if len(self.losses) == REPORT_STEPS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Print and log the losses since the last call. Collective."""
-        if not self.losses:
-            return
-        step, shares = self.trainer.step, self.log.gather(self.trainer.step)
-        mean = average_metrics({"train/loss": torch.stack(self.losses).mean()})
-        rate = ronde.size() * self.num_images / max(share.total_s for share in shares)
-        self.values(
-            {**mean, "train/images per second": rate, "train/lr": float(self.trainer.schedule.get_last_lr()[0])}
-        )
-        self.display.step(step, mean["train/loss"], rate, shares)
-        self.losses, self.num_images = [], 0
-
-    def values(self, values: dict[str, float]) -> None:
-        """Numbers of this step."""
-        self.log.add(self.trainer.step, values)
-        self.scalars.add(self.trainer.step, values)
-
-
 def train(trainer: Trainer, telling: Telling) -> None:
     """All epochs that are left."""
     while trainer.sampler.epoch < trainer.options.epochs:
@@ -161,11 +122,11 @@ def train(trainer: Trainer, telling: Telling) -> None:
         for batch in trainer.sampler.track(trainer.loader):
             with telling.log.step():
                 loss = trainer.train_step(batch)
-            telling.step(loss, len(batch[1]))
+            telling.step(trainer.step, loss, len(batch[1]))
             trainer.save()
         telling.flush()
         values = trainer.evaluate("val")
-        telling.values(values)
+        telling.values(trainer.step, values)
         telling.display.say(
             f"epoch {epoch}/{trainer.options.epochs}  validation: "
             f"loss {values['val/loss']:.3f}, accuracy {values['val/accuracy']:.2%}"
@@ -191,17 +152,12 @@ def main() -> None:
     ):
         if trainer.step:
             display.say(f"going on after step {trainer.step} of {trainer.num_steps}")
-        train(trainer, Telling(trainer, log, display, scalars))
+        telling = Telling(log, display, scalars, lr=lambda: float(trainer.schedule.get_last_lr()[0]))
+        train(trainer, telling)
         test = trainer.evaluate("test" if "test" in trainer.splits else "val")
-        log.add(trainer.step, test)
-        scalars.add(trainer.step, test)
+        telling.values(trainer.step, test)
         trainer.save(now=True)
-    for name, value in test.items():
-        display.say(f"{name}: {value:.2%}" if name.endswith("accuracy") else f"{name}: {value:.4f}")
-    if ronde.rank() == 0:
-        report = write_report(log_path, options.report / "report.html", title="AlexNet")
-        took_s = time.time() - psutil.Process().create_time()
-        display.say(f"took {took_s:.0f} s, all included\nreport: {report}")
+    tell_result(display, test, log_path, options.report / "report.html")
     ronde.shutdown()
 
 

@@ -113,6 +113,8 @@ typedef enum rd_algorithm {
 /* A flag of rd_call: the members have agreed on this call in advance (it was negotiated or planned), so hosts do not
  * exchange headers. */
 #define RD_PRE_AGREED 1u
+/* A flag of rd_call: this member computes while the call runs, so waits leave the core to that. */
+#define RD_OVERLAPPED 2u
 
 typedef struct rd_channel rd_channel;
 typedef struct rd_work rd_work; /* a submitted call */

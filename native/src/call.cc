@@ -81,6 +81,7 @@ Call::Call(const rd_call& params, const Topology& topology, const Deadline& dead
       reduce_params{rd_dtype(params.dtype), rd_op(params.op), params.prescale, params.postscale, topology.size},
       algorithm(rd_algorithm(params.algorithm)),
       pre_agreed((params.flags & RD_PRE_AGREED) != 0),
+      overlapped((params.flags & RD_OVERLAPPED) != 0),
       peer(params.peer),
       signature(params.signature),
       description(params.description == nullptr ? "" : params.description),

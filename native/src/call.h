@@ -56,6 +56,7 @@ struct Call {
   const ReduceParams reduce_params;
   const rd_algorithm algorithm;
   const bool pre_agreed;
+  const bool overlapped;  // with what this member computes
   const int peer;
   const uint64_t signature;
   const std::string description;

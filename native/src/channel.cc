@@ -95,7 +95,7 @@ void Channel::execute(Call& call) {
   result.sequence = RD_NO_SEQUENCE;
   call.started_ns.store(result.start_ns);
   try {
-    CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &waiting_for_);
+    CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, call.overlapped, &waiting_for_);
     events_.set_deadline(call.deadline.at_ns());
     CallContext context{topology_,   segment_.get(), barrier_,  links_,      wait,
                         contiguous_, incoming_,      partials_, slots_used_, matcher_.headers()};

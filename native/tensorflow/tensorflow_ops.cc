@@ -11,7 +11,11 @@
  * that are being written; RondeFinishBucket waits for the end of the call and passes on the result. The starts of a
  * step are chained in the graph, so buckets are submitted in one order on every rank, and a step that fails leaves no
  * kernel behind that waits for a bucket which never comes. Python is asked for the channel when there is none (in the
- * first step of a round) and for the error when a call has failed.
+ * first step of a round) and for the error when a call has failed or was refused.
+ *
+ * Buckets carry no name of the step they belong to, so the steps of a plan have to run one after the other. Two that
+ * run at once, in two threads of the program, are seen here and refused: nobody could say which of them another rank
+ * has at this place.
  *
  * The C API calls an asynchronous kernel with `done`, the address of a std::function<void()> on the caller's stack. It
  * has to be copied if the kernel ends later. That this is so is seen by a self-test (ronde/tensorflow/self_test.py).
@@ -82,6 +86,8 @@ using ShapeFunction = void (*)(TF_ShapeInferenceContext*, TF_Status*);
   F(void, TF_GetInput, (TF_OpKernelContext*, int, TF_Tensor**, TF_Status*))                                          \
   F(void, TF_SetOutput, (TF_OpKernelContext*, int, const TF_Tensor*, TF_Status*))                                    \
   F(TF_Tensor*, TF_AllocateOutput, (TF_OpKernelContext*, int, int, const int64_t*, int, size_t, TF_Status*))         \
+  F(TF_Tensor*, TF_ForwardInputOrAllocateOutput,                                                                     \
+    (TF_OpKernelContext*, const int*, int, int, const int64_t*, int, int*, TF_Status*))                              \
   F(int, TF_ExpectedOutputDataType, (TF_OpKernelContext*, int))                                                      \
   F(void, TF_OpKernelContext_Failure, (TF_OpKernelContext*, TF_Status*))                                             \
   F(int, TF_TensorType, (const TF_Tensor*))                                                                          \
@@ -217,6 +223,13 @@ enum JobKind : int32_t {
   kExplainFailure = 2  // the call of a bucket has failed, or was refused: fail the kernel with the error
 };
 
+// Why a bucket was not submitted.
+enum Refusal : int32_t {
+  kNotRefused = 0,
+  kOutOfTurn = 1,  // the buckets of the step before were not all started; or its round is over
+  kAtOnce = 2      // another step of the plan is under way
+};
+
 // One execution of a kernel that Python takes part in. Python frees it.
 struct Job {
   JobKind kind = kRunOperation;
@@ -224,8 +237,9 @@ struct Job {
   std::mutex mutex;                       // guards context and done
   TF_OpKernelContext* context = nullptr;  // null when the kernel has ended
   Done done;
-  std::vector<Tensor> inputs, outputs;
+  std::vector<Tensor> inputs, outputs;  // without inputs whose memory is that of their output
   int dtype = -1;
+  std::vector<int64_t> counts;  // elements of each input
   // As Python reads them.
   std::vector<const void*> input_data;
   std::vector<void*> output_data;
@@ -234,7 +248,7 @@ struct Job {
   rd_result result{};
   int64_t submitted_ns = 0;
   std::vector<rd_member_call> member_calls;
-  bool is_abandoned = false;  // the buckets of the step before were not all started
+  Refusal refusal = kNotRefused;
 };
 
 // As JobView in ronde/tensorflow/op_library.py.
@@ -253,7 +267,7 @@ struct JobView {
   int32_t status;
   int32_t member;
   int32_t detail;
-  int32_t is_abandoned;
+  int32_t refusal;
   int64_t bucket;
   int64_t submitted_ns;
   int64_t end_ns;
@@ -339,41 +353,40 @@ JobQueue& job_queue() {
   return *queue;
 }
 
-// Reads the inputs of a kernel into a job. Fails the kernel and returns false if that is not possible.
-bool read_inputs(Job* job, int num_inputs) {
-  Status status;
-  for (int i = 0; i < num_inputs; ++i) {
-    TF_Tensor* tensor = nullptr;
-    TF_GetInput(job->context, i, &tensor, status);
-    if (!status.ok()) {
-      TF_OpKernelContext_Failure(job->context, status);
-      return false;
-    }
-    job->inputs.emplace_back(tensor);
-    job->input_data.push_back(TF_TensorData(tensor));
-    job->dims.push_back(TF_NumDims(tensor));
-    for (int d = 0; d < TF_NumDims(tensor); ++d) job->dims.push_back(TF_Dim(tensor, d));
-  }
-  if (num_inputs > 0) job->dtype = ronde_dtype(TF_TensorType(job->inputs[0].get()));
-  return true;
+// Reads an input of a kernel into a job.
+void read_input(Job* job, int index, const Status& status) {
+  TF_Tensor* tensor = nullptr;
+  TF_GetInput(job->context, index, &tensor, status);
+  if (!status.ok()) return;
+  job->inputs.emplace_back(tensor);
+  job->input_data.push_back(TF_TensorData(tensor));
+  job->counts.push_back(count_of(tensor));
+  job->dims.push_back(TF_NumDims(tensor));
+  for (int d = 0; d < TF_NumDims(tensor); ++d) job->dims.push_back(TF_Dim(tensor, d));
+  if (index == 0) job->dtype = ronde_dtype(TF_TensorType(tensor));
 }
 
-// Allocates outputs like the inputs.
-bool allocate_like_inputs(Job* job) {
-  Status status;
-  for (size_t i = 0; i < job->inputs.size(); ++i) {
-    const TF_Tensor* input = job->inputs[i].get();
-    std::vector<int64_t> dims(static_cast<size_t>(TF_NumDims(input)));
-    for (size_t d = 0; d < dims.size(); ++d) dims[d] = TF_Dim(input, static_cast<int>(d));
-    Tensor output = allocate_output(job->context, static_cast<int>(i), dims, status);
-    if (!status.ok()) {
-      TF_OpKernelContext_Failure(job->context, status);
-      return false;
-    }
-    job->output_data.push_back(TF_TensorData(output.get()));
-    job->outputs.push_back(std::move(output));
+// Gives the kernel an output like an input that was read just now. It is the memory of the input, if nobody else uses
+// that: the operation works in place then, which spares the pages of new memory.
+void allocate_like_input(Job* job, int index, const Status& status) {
+  std::vector<int64_t> dims(static_cast<size_t>(TF_NumDims(job->inputs.back().get())));
+  for (size_t d = 0; d < dims.size(); ++d) dims[d] = TF_Dim(job->inputs.back().get(), static_cast<int>(d));
+  Tensor input = std::move(job->inputs.back());
+  input.reset();  // this reference would be somebody else's use; the kernel's own keeps the memory
+  int forwarded = -1;
+  Tensor output(TF_ForwardInputOrAllocateOutput(job->context, &index, 1, index, dims.data(),
+                                                static_cast<int>(dims.size()), &forwarded, status));
+  if (!status.ok()) return;
+  job->output_data.push_back(TF_TensorData(output.get()));
+  if (forwarded == index) {
+    job->inputs.pop_back();
+    job->input_data.back() = job->output_data.back();
+  } else {
+    TF_Tensor* again = nullptr;
+    TF_GetInput(job->context, index, &again, status);
+    job->inputs.back().reset(again);
   }
-  return true;
+  job->outputs.push_back(std::move(output));
 }
 
 // A job for this execution of a kernel, or null if the kernel has failed.
@@ -387,8 +400,14 @@ std::unique_ptr<Job> make_job(void* kernel, TF_OpKernelContext* context, TF_Done
   auto job = std::make_unique<Job>();
   job->operation = *static_cast<OperationPointer*>(kernel);
   job->context = context;
-  if (!read_inputs(job.get(), TF_NumInputs(context) - num_unread) ||
-      (job->operation->same_shape && !allocate_like_inputs(job.get()))) {
+  Status status;
+  int num_inputs = TF_NumInputs(context) - num_unread;
+  for (int i = 0; i < num_inputs && status.ok(); ++i) {
+    read_input(job.get(), i, status);
+    if (status.ok() && job->operation->same_shape) allocate_like_input(job.get(), i, status);
+  }
+  if (!status.ok()) {
+    TF_OpKernelContext_Failure(context, status);
     job.reset();
     copied();
     return nullptr;
@@ -412,6 +431,8 @@ struct BucketRun {
   rd_channel* channel = nullptr;
   uint32_t num_members = 0;
   int64_t num_bytes = 0;
+  int64_t step = 0;           // of its plan, as BucketPlan counts them; 0 of a group of one member
+  bool is_finishing = false;  // RondeFinishBucket has begun and not ended; guarded by the table's mutex
 };
 
 // What calls of buckets took, as ronde's metrics count it.
@@ -422,13 +443,18 @@ struct BucketCounts {
   int64_t move_ns = 0;
 };
 
-// A plan in this process: its channel, and which bucket comes next.
+// A plan in this process: its channel, which bucket comes next, and whether a step of it is under way. When a step has
+// ended, in whatever way, no kernel of it is left: so a kernel of another step than the last one is one of two that run
+// at once.
 struct BucketPlan {
   rd_channel* channel = nullptr;  // null until Python has opened it, and again when the round is over
   uint32_t num_members = 0;
   double timeout_s = 0.0;
   int32_t algorithm = 0;
   int64_t next_bucket = 0;
+  int64_t step = 0;           // the number of the last step that has started a bucket; counts in all rounds
+  int64_t num_finishing = 0;  // kernels RondeFinishBucket of that step that have begun and not ended
+  int64_t refused_step = 0;   // a step that another one ran at once with: it fails, too
 };
 
 struct BucketTable {
@@ -451,8 +477,32 @@ int64_t now_ns() {
       .count();
 }
 
+// The plan of a run, if that belongs to its last step; null if another step has begun since. The caller holds the
+// table's mutex.
+BucketPlan* find_plan(BucketTable& table, const BucketRun& run) {
+  if (run.step == 0) return nullptr;
+  auto found = table.plans.find(run.operation->plan);
+  return found != table.plans.end() && found->second.step == run.step ? &found->second : nullptr;
+}
+
 // Ends the kernel RondeFinishBucket, when the call has ended.
 void finish_bucket(std::unique_ptr<Job> finish, BucketRun* run) {
+  {
+    // Before the kernel ends: the next step may begin at once.
+    BucketTable& table = bucket_table();
+    std::lock_guard<std::mutex> lock(table.mutex);
+    BucketPlan* plan = find_plan(table, *run);
+    if (run->is_finishing && plan != nullptr) --plan->num_finishing;
+    run->is_finishing = false;
+    if (plan != nullptr && plan->refused_step == run->step) finish->refusal = kAtOnce;
+  }
+  if (finish->refusal == kAtOnce) {
+    finish->result.status = RD_BAD_CALL;
+    finish->kind = kExplainFailure;
+    finish->operation = run->operation;
+    job_queue().put(std::move(finish));
+    return;
+  }
   if (run->result.status == RD_OK) {
     Status status;
     for (size_t i = 0; i < finish->inputs.size() && status.ok(); ++i)
@@ -531,13 +581,14 @@ rd_status submit_bucket(BucketTable& table, BucketPlan& plan, Job* start, int64_
   const Operation& operation = *start->operation;
   auto run = std::make_shared<BucketRun>();
   run->operation = start->operation;
+  run->step = plan.step;
   run->channel = plan.channel;
   run->num_members = plan.num_members;
   run->submitted_ns = start->submitted_ns = now_ns();
-  std::vector<rd_span> spans(start->inputs.size());
+  std::vector<rd_span> spans(start->input_data.size());
   for (size_t i = 0; i < spans.size(); ++i)
-    spans[i] = {start->input_data[i], start->output_data[i], static_cast<uint64_t>(count_of(start->inputs[i].get()))};
-  for (const Tensor& input : start->inputs) run->num_bytes += static_cast<int64_t>(TF_TensorByteSize(input.get()));
+    spans[i] = {start->input_data[i], start->output_data[i], static_cast<uint64_t>(start->counts[i])};
+  for (const Tensor& output : start->outputs) run->num_bytes += static_cast<int64_t>(TF_TensorByteSize(output.get()));
   // The run keeps the memory: the call may end before this function returns, and the kernel may be gone before the
   // call.
   run->inputs = std::move(start->inputs);
@@ -547,6 +598,7 @@ rd_status submit_bucket(BucketTable& table, BucketPlan& plan, Job* start, int64_
   call.dtype = start->dtype;
   call.op = static_cast<int32_t>(operation.op);
   call.algorithm = plan.algorithm;
+  call.flags = operation.bucket + 1 < operation.num_buckets ? RD_OVERLAPPED : 0;  // the rest of the backward pass
   call.peer = -1;
   call.prescale = operation.prescale;
   call.postscale = operation.postscale;
@@ -567,10 +619,18 @@ rd_status submit_bucket(BucketTable& table, BucketPlan& plan, Job* start, int64_
   return RD_OK;
 }
 
+// Lets a plan begin with its first bucket, on another channel or on none. The caller holds the table's mutex.
+void reset_plan(BucketPlan& plan, rd_channel* channel) {
+  if (channel != nullptr) ronde.retain(channel);
+  if (plan.channel != nullptr) ronde.release(plan.channel);
+  plan.channel = channel;
+  plan.next_bucket = 0;
+}
+
 void start_bucket(std::unique_ptr<Job> start) {
   const Operation& operation = *start->operation;
   int64_t number = 0, count = 0;
-  for (const Tensor& input : start->inputs) count += count_of(input.get());
+  for (int64_t each : start->counts) count += each;
   if (count != operation.count) {
     char text[256];
     std::snprintf(text, sizeof text, "a bucket was planned with %lld elements, and its gradients have %lld",
@@ -583,18 +643,23 @@ void start_bucket(std::unique_ptr<Job> start) {
     BucketTable& table = bucket_table();
     std::lock_guard<std::mutex> lock(table.mutex);
     BucketPlan& plan = table.plans[operation.plan];
-    if (plan.channel == nullptr) {
+    if (operation.bucket == 0 && plan.num_finishing > 0) {
+      start->refusal = kAtOnce;
+      plan.refused_step = plan.step;
+    } else if (plan.channel == nullptr) {
       question = kOpenPlan;
     } else if (operation.bucket != plan.next_bucket) {
-      start->is_abandoned = true;
-      start->result.status = RD_BAD_CALL;
-    } else if (submit_bucket(table, plan, start.get(), &number) == RD_OK) {
-      plan.next_bucket = (plan.next_bucket + 1) % operation.num_buckets;
-    } else if (start->result.status == RD_CLOSED) {  // the round is over, and there may be another one
-      ronde.release(plan.channel);
-      plan = BucketPlan{};
-      question = kOpenPlan;
+      start->refusal = kOutOfTurn;
+    } else {
+      if (operation.bucket == 0) ++plan.step;
+      if (submit_bucket(table, plan, start.get(), &number) == RD_OK) {
+        plan.next_bucket = (plan.next_bucket + 1) % operation.num_buckets;
+      } else if (start->result.status == RD_CLOSED) {  // the round is over, and there may be another one
+        reset_plan(plan, nullptr);
+        question = kOpenPlan;
+      }
     }
+    if (start->refusal != kNotRefused) start->result.status = RD_BAD_CALL;
   }
   if (number == 0)
     ask_python(std::move(start), question);
@@ -605,10 +670,10 @@ void start_bucket(std::unique_ptr<Job> start) {
 // A bucket of the only member of a group: its mean and its sum are its own numbers.
 void run_alone(std::unique_ptr<Job> start) {
   const Operation& operation = *start->operation;
-  for (size_t i = 0; i < start->inputs.size(); ++i) {
+  for (size_t i = 0; i < start->input_data.size(); ++i) {
     const void* input = start->input_data[i];
     void* output = start->output_data[i];
-    uint64_t count = static_cast<uint64_t>(count_of(start->inputs[i].get()));
+    uint64_t count = static_cast<uint64_t>(start->counts[i]);
     if (count > 0)
       ronde.reduce(start->dtype, RD_SUM, operation.prescale, operation.postscale, &input, 1, &output, 1, count);
   }
@@ -703,6 +768,7 @@ void compute_finish_bucket(void* kernel, TF_OpKernelContext* context, TF_Done* d
   int64_t number = 0;
   if (status.ok()) std::memcpy(&number, TF_TensorData(token.get()), sizeof number);
   std::shared_ptr<BucketRun> run;
+  bool is_at_once = false;
   {
     BucketTable& table = bucket_table();
     std::lock_guard<std::mutex> lock(table.mutex);
@@ -710,10 +776,26 @@ void compute_finish_bucket(void* kernel, TF_OpKernelContext* context, TF_Done* d
     if (found != table.runs.end()) {
       run = std::move(found->second);
       table.runs.erase(found);
+      BucketPlan* plan = find_plan(table, *run);
+      is_at_once = run->step != 0 && plan == nullptr;
+      if (plan != nullptr) {
+        ++plan->num_finishing;
+        run->is_finishing = true;
+      } else if (is_at_once) {
+        BucketPlan& other = table.plans[run->operation->plan];
+        other.refused_step = other.step;
+      }
     }
   }
   if (!run) {
     end_kernel(job.get(), kInternal, "no bucket was started under this number");
+    return;
+  }
+  if (is_at_once) {
+    job->operation = run->operation;
+    job->refusal = kAtOnce;
+    job->result.status = RD_BAD_CALL;
+    ask_python(std::move(job), kExplainFailure);
     return;
   }
   {
@@ -910,7 +992,7 @@ EXPORT int ronde_tf_take_job(JobView* view, double timeout_s) {
            job->result.status,
            job->result.member,
            job->result.detail,
-           job->is_abandoned ? 1 : 0,
+           job->refusal,
            operation.bucket,
            job->submitted_ns,
            job->result.end_ns,
@@ -962,10 +1044,13 @@ EXPORT void ronde_tf_start_on(Job* job, rd_channel* channel, uint32_t num_member
     std::lock_guard<std::mutex> lock(table.mutex);
     BucketPlan& plan = table.plans[start->operation->plan];
     if (plan.channel != channel) {
-      ronde.retain(channel);
-      if (plan.channel != nullptr) ronde.release(plan.channel);
-      plan = BucketPlan{channel, num_members, timeout_s, algorithm, 0};
+      reset_plan(plan, channel);
+      plan.num_members = num_members;
+      plan.timeout_s = timeout_s;
+      plan.algorithm = algorithm;
     }
+    start->refusal = kNotRefused;
+    start->result = rd_result{};
   }
   start_bucket(std::move(start));
 }

@@ -47,9 +47,11 @@ RONDE = str(Path(sys.executable).with_name("ronde"))
 MAX_MESSAGE_BYTES = 1 << 20
 
 
-def script(name: str, *arguments: str) -> list[str]:
-    """The command of a rank that runs a script of tests/jobs/scripts."""
-    return [sys.executable, "-W", "error", "-m", f"tests.jobs.scripts.{name}", *arguments]
+def script(name: str, *arguments: str, python: str | Path = sys.executable) -> list[str]:
+    """The command of a rank that runs a script of tests/jobs/scripts. Only what our own environment has installed is
+    without warnings."""
+    strict = ["-W", "error"] if python == sys.executable else []
+    return [str(python), *strict, "-m", f"tests.jobs.scripts.{name}", *arguments]
 
 
 def kill(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
@@ -180,15 +182,17 @@ def start_ranks(
     settings: Settings | None = None,
     env: Mapping[str, str] | None = None,
     prefixes: Mapping[int, Sequence[str]] | None = None,
+    python: str | Path = sys.executable,
     patience_s: float = PATIENCE_S,
     limits: ElasticLimits | None = None,
     max_workers: int = 0,
 ) -> Iterator[LocalRanks]:
     """A job on this host that runs a script of tests/jobs/scripts; every rank has connected. `prefixes` are commands
-    that start a rank's command. With limits the job is elastic, and has up to `max_workers` processes in its life."""
+    that start a rank's command, and `python` is that of another environment. With limits the job is elastic, and has up
+    to `max_workers` processes in its life."""
     with short_folder() as (folder, opened):
         ranks = LocalRanks(max(num_ranks, max_workers), folder, opened, patience_s)
-        command, env = [*_prefix_command(prefixes or {}), *script(name)], {**ranks.env, **(env or {})}
+        command, env = [*_prefix_command(prefixes or {}), *script(name, python=python)], {**ranks.env, **(env or {})}
         ranks.job = LocalJob(command, num_ranks, outputs=ranks.outputs, env=env, settings=settings, limits=limits)
         opened.enter_context(ranks.job)
         ranks.accept(num_ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,8 +19,10 @@ from tests.commands import PROGRAMS, ROOT, output_of, run_command
 from tests.jobs.test_readme import PAGES, blocks
 from tests.jobs.test_readme import run as run_page
 from tests.limits import LONG_S, LONG_TEST_S
+from tests.services import needs
 
 EXAMPLES = ROOT / "examples"
+TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
 
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
 # Short and small, everything else as in a real run.
@@ -167,6 +170,77 @@ def test_the_main_job_goes_on_after_it_was_killed_as_if_nothing_had_been(
     logs = [read_log(directory / "run/log.jsonl") for directory in (whole[0], tmp_path)]
     assert outcome(logs[0]) == outcome(logs[1])
     assert logs[1].num_resumes == 1
+
+
+def split(source: Path, target: Path, *shares: str) -> subprocess.CompletedProcess[str]:
+    program: list[str | Path] = [EXAMPLES / "imagenet/split.py", source, target, "--shares", *shares]
+    return run_command(command(program, 1), limit_s=LONG_S)
+
+
+def test_a_split_keeps_its_images_when_others_come(folder: Path, tmp_path: Path) -> None:
+    photos, target = tmp_path / "photos", tmp_path / "split"
+    shutil.copytree(folder / "train", photos)
+    (photos / "dark/notes.txt").write_text("no image")
+    done = split(photos, target, "2", "1", "1")
+    counts = re.search(r"(\d+) train, (\d+) val, (\d+) test", done.stdout)
+    assert counts, done.stderr
+    before = {str(path.relative_to(target)) for path in target.rglob("*.*g")}
+    assert [sum(name.startswith(each) for name in before) for each in ("train", "val", "test")] == [
+        int(count) for count in counts.groups()
+    ]
+    assert len(before) == 32
+    assert min(int(count) for count in counts.groups()) > 0
+
+    shutil.copytree(folder / "test/bright", photos / "bright/", dirs_exist_ok=True)
+    for path in (folder / "val/dark").iterdir():
+        shutil.copy(path, photos / f"dark/new-{path.name}")
+    assert split(photos, target, "2", "1", "1").returncode == 0
+    after = {str(path.relative_to(target)) for path in target.rglob("*.*g")}
+    assert before <= after
+    assert len(after) == sum(path.suffix != ".txt" for path in photos.glob("*/*"))
+
+    refused = split(photos, target, "0.1", "0.1", "0.8")
+    assert refused.returncode == 1
+    assert "give the shares that the folder was made with" in refused.stderr
+
+
+@needs("TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it")
+def test_the_main_job_in_tensorflow_learns_and_does_a_lost_step_again_exactly(folder: Path, tmp_path: Path) -> None:
+    assert split(folder / "train", tmp_path / "data", "2", "1", "1").returncode == 0
+    given = [EXAMPLES / "imagenet/train_tensorflow.py", "--data", tmp_path / "data", "--run", tmp_path / "run"]
+    program = [str(word) for word in (*given, *SHORT, "--amp", "float16")]
+    start = [str(PROGRAMS / "ronde"), "run", "-np", "2", str(TENSORFLOW)]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": "tensorflow"}
+    with subprocess.Popen(
+        [*start, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as job:
+        assert job.stdout is not None
+        before = []
+        for line in job.stdout:
+            before.append(line)
+            if "epoch 3/3" in line:
+                job.kill()
+    assert "epoch 3/3" in "".join(before), "".join(before)
+    first = read_log(tmp_path / "run/log.jsonl")
+    (*_, (_, _), (num_steps, loss)) = first.series("val/loss")
+    assert first.ranks() == [0, 1]
+    assert all(sum(share.num_steps for _, share in first.breakdowns(rank)) == num_steps for rank in (0, 1))
+
+    # Go on from the last checkpoint but one: a step is lost, and done again.
+    checkpoints = tmp_path / "run/checkpoints"
+    assert (checkpoints / f"ckpt-{num_steps}.index").exists()
+    (checkpoints / "checkpoint").write_text(f'model_checkpoint_path: "ckpt-{num_steps - 1}"\n')
+    again = output_of([*start, *program, "--resume"], env=environment, limit_s=LONG_S)
+    assert f"going on after step {num_steps - 1} of {num_steps}" in again
+    report = re.search(r"report: (.*)", again)
+    assert report, again
+    assert Path(report[1]).read_text().startswith("<!DOCTYPE html>")
+    log = read_log(tmp_path / "run/log.jsonl")
+    assert log.ended
+    assert log.num_resumes == 1
+    assert log.series("val/loss")[-1] == (num_steps, loss)
+    assert log.series("test/accuracy") == [(num_steps, 1.0)]
+    assert list((tmp_path / "run/tensorboard").glob("events.out.tfevents.*"))
 
 
 def test_images_are_prepared_once_and_a_bad_one_is_named(folder: Path, tmp_path: Path) -> None:

@@ -15,12 +15,17 @@ from tests.limits import LONG_S, LONG_TEST_S, OPERATION_S
 from tests.services import needs
 
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
+TENSORFLOW_2_20 = ROOT / ".venv-tensorflow-2.20/bin/python"
 RUN: tuple[str | Path, ...] = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np", "2")
 CHECKS = ROOT / "tests/jobs/tensorflow_checks"
-pytestmark = [
-    pytest.mark.timeout(LONG_TEST_S),
-    needs("TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it"),
-]
+needs_tensorflow = needs(
+    "TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it"
+)
+needs_tensorflow_2_20 = needs(
+    "TensorFlow 2.20",
+    missing="" if TENSORFLOW_2_20.exists() else "no .venv-tensorflow-2.20; `make test-all` makes it",
+)
+pytestmark = pytest.mark.timeout(LONG_TEST_S)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -28,20 +33,32 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **quiet, **more}
 
 
-@pytest.mark.parametrize("ops", ["auto", "python"])
-def test_the_checks_pass_with_kernels_and_through_python(ops: str, tmp_path: Path) -> None:
-    env = environment(RONDE_TENSORFLOW_OPS=ops, XDG_CACHE_HOME=str(tmp_path))
-    done = run_command([*RUN, TENSORFLOW, "-m", "tests.jobs.tensorflow_checks"], env=env, limit_s=LONG_S)
+@pytest.mark.parametrize(
+    ("python", "ops"),
+    [
+        pytest.param(TENSORFLOW, "auto", marks=needs_tensorflow, id="kernels"),
+        pytest.param(TENSORFLOW, "python", marks=needs_tensorflow, id="python"),
+        pytest.param(TENSORFLOW, "mixed", marks=needs_tensorflow, id="mixed"),
+        pytest.param(TENSORFLOW_2_20, "auto", marks=needs_tensorflow_2_20, id="tensorflow-2.20"),
+    ],
+)
+def test_the_checks_pass_with_kernels_and_through_python(python: Path, ops: str, tmp_path: Path) -> None:
+    env = environment(RONDE_TENSORFLOW_OPS="auto" if ops == "mixed" else ops, XDG_CACHE_HOME=str(tmp_path))
+    choose: list[str | Path] = [sys.executable, CHECKS / "mixed_ranks.py"] if ops == "mixed" else []
+    done = run_command([*RUN, *choose, python, "-m", "tests.jobs.tensorflow_checks"], env=env, limit_s=LONG_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     sources = [path.read_text() for path in CHECKS.glob("*_checks.py")]
     num_checks = sum(len(re.findall(r"^@check\b", text, re.MULTILINE)) for text in sources)
     for rank in range(2):
         assert len(re.findall(rf"^\[{rank}\] passed ", done.stdout, re.MULTILINE)) == num_checks
     warned = "operations in TensorFlow graphs run through Python" in done.stdout + done.stderr
-    assert warned == (ops == "python")
-    assert len(list(tmp_path.glob("ronde/tensorflow/*.json"))) == (1 if ops == "auto" else 0), "one self-test per host"
+    assert warned == (ops in ("python", "mixed"))
+    assert len(list(tmp_path.glob("ronde/tensorflow/*.json"))) == (0 if ops == "python" else 1), (
+        "one self-test per host"
+    )
 
 
+@needs_tensorflow
 @pytest.mark.parametrize("case", ["step", "operation"])
 def test_a_rank_that_is_killed_is_named_by_the_error_of_the_graph(case: str, tmp_path: Path) -> None:
     words = [*RUN, TENSORFLOW, "-m", "tests.jobs.tensorflow_checks.faults", case, tmp_path]
@@ -52,6 +69,7 @@ def test_a_rank_that_is_killed_is_named_by_the_error_of_the_graph(case: str, tmp
     assert case != "step" or "during bucket" in seen
 
 
+@needs_tensorflow
 def test_what_others_do_not_come_to_ends_with_an_error_that_names_them(tmp_path: Path) -> None:
     words = [*RUN, TENSORFLOW, "-m", "tests.jobs.tensorflow_checks.faults", "timeout", tmp_path]
     output_of(words, env=environment(RONDE_OPERATION_S="5"), limit_s=LONG_S)

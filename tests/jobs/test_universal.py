@@ -59,31 +59,33 @@ def test_scripts_of_tensorflows_own_strategies(tmp_path: Path) -> None:
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(
-        name: str, mode: str, *launcher: str, configs: list[dict[str, str]] | None = None
+        name: str, mode: str, library: str, *launcher: str, configs: list[dict[str, str]] | None = None
     ) -> list[dict[str, object]]:
-        """What both ranks report, started by a launcher or, without one, with a TF_CONFIG for each."""
-        command = [*launcher, str(TENSORFLOW), str(STRATEGIES), mode, str(tmp_path), name]
+        """What both ranks report, started by a launcher or, without one, with a TF_CONFIG for each. `library` is what
+        the script uses besides TensorFlow."""
+        command = [*launcher, str(TENSORFLOW), str(STRATEGIES), mode, library, str(tmp_path), name]
         variables = [{**quiet, **config} for config in configs or [{}]]
         run_together(tmp_path, *[command] * len(variables), variables=variables, limit_s=LONG_S)
         return [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
 
-    def trained(before: float) -> list[dict[str, object]]:
+    def trained(before: float, sum: float | None = 3.0) -> list[dict[str, object]]:
         """What both report that have trained together on samples 1 to 8, with weights that began so."""
         expected = {
             "replicas": 2,
             "loss": 20.0 * (before + 1),
             "weights": [[before] * 2, [before + 36] * 2],
-            "sum": 3.0,
+            "sum": sum,
         }
         return [{"task": rank, **expected} for rank in range(2)]
 
-    assert run("launched", "together", *RUN, "2") == trained(0.0)
+    assert run("launched", "together", "plain", *RUN, "2") == trained(0.0, sum=None)
     by_hand = make_tf_configs(worker=[f"localhost:{port}" for port in find_free_ports("127.0.0.1", 2)])
-    assert run("by-hand", "together", configs=by_hand) == trained(36.0), "from the checkpoint of rank 0"
+    assert run("by-hand", "together", "ronde", configs=by_hand) == trained(36.0), "from the checkpoint of rank 0"
+    assert run("old", "together", "horovod", *HOROVODRUN, "2") == trained(72.0)
 
     # MirroredStrategy is that of one process. In a graph it takes the devices of all workers unless it is given some.
     expected = {"replicas": 1, "loss": 20.0, "weights": [[0.0] * 2, [36.0] * 2], "sum": 3.0}
     devices = [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(2)]
-    assert run("alone", "alone", *HOROVODRUN, "2") == [
+    assert run("alone", "alone", "ronde", *RUN, "2") == [
         {**expected, "graph": [[1, rank + 1.0], [2, 3.0]], "graph devices": devices} for rank in range(2)
     ]

@@ -37,14 +37,15 @@ SpinPolicy spin_policy(uint32_t num_local, uint32_t num_cores);
 
 class CallWait {
  public:
+  // `overlapped`: this process computes while it waits, so there are more busy threads than members.
   // `waiting_for` receives the member that a transfer waits for, or -1; other threads read it.
   CallWait(const Topology& topology, SharedSegment* segment, AbortSignal* abort_signal, const Deadline& deadline,
-           std::atomic<int32_t>* waiting_for)
+           bool overlapped, std::atomic<int32_t>* waiting_for)
       : topology_(topology),
         segment_(segment),
         abort_signal_(abort_signal),
         deadline_(deadline),
-        policy_(spin_policy(topology.num_local(), topology.num_cores)),
+        policy_(spin_policy(topology.num_local() * (overlapped ? 2 : 1), topology.num_cores)),
         waiting_for_(waiting_for) {}
 
   // Throws CallError when the call must end: aborted, closed, a member lost, or the deadline expired.

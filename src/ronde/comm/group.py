@@ -59,7 +59,7 @@ from ronde.comm.operations import (
 from ronde.comm.work import Work
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.event_loop import check_threads_can_start
-from ronde.net.messages import AbortChannel, CanShareIds
+from ronde.net.messages import AbortChannel, CanShareIds, RefuseOperation
 from ronde.text import format_ranks
 from ronde.types import Deadline, DType, Op, OperationKind
 
@@ -498,11 +498,16 @@ class Group:
         self._num_reducers += 1
         return self._num_reducers
 
-    def open_plan_channel(self, bucket_bytes: int, name: str) -> Channel:
-        # A channel for one plan. All members open those of one name, which may be empty, in the same order.
-        self._num_plans[name] += 1
-        suffix = f"plan.{name}{'.' if name else ''}{self._num_plans[name]}"
-        channel = self._open_channels.open(self.id, suffix, self.ranks, bucket_bytes=bucket_bytes)
+    def open_plan_channel(
+        self, bucket_bytes: int, name: str, *, overlapped: bool = False, number: int = 0
+    ) -> Channel:
+        # A channel for one plan. All members open those of one name, which may be empty, in the same order; or they
+        # give a number, under which it is opened once and can be tried again. The options are those of ChannelSpec.
+        if not number:
+            self._num_plans[name] += 1
+        suffix = f"plan.{name}{'.' if name else ''}{number or self._num_plans[name]}"
+        options = {"bucket_bytes": bucket_bytes, "overlapped": overlapped}
+        channel = self._open_channels.open(self.id, suffix, self.ranks, **options)
         self._plan_channels.append(channel)
         return channel
 
@@ -518,6 +523,11 @@ class Group:
         channel.abort(PeerLost(rank=rank, peer=rank, why=why))
         id = channel.backend_channel.spec.id
         self._control_thread.waits.enqueue(AbortChannel(id, NativeStatus.PEER_LOST, rank, 0, why))
+
+    def refuse_operation(self, name: str, why: str) -> None:
+        # Let no operation of this name run any more in this round: each member gets a Mismatch for what it has
+        # announced under it, or announces later.
+        self._control_thread.waits.enqueue(RefuseOperation(self.id, name, why))
 
     def leave_mailboxes(self, deadline: Deadline) -> None:
         # Called before this rank sends its last messages: no handler is called any more, and nothing more is posted.

@@ -57,11 +57,9 @@ class OpenChannels:
                 return PeerLost(rank=self._rank, peer=rank, why=why)
         return self.closed_error
 
-    def open(
-        self, group: int, suffix: str, members: tuple[int, ...], *, bucket_bytes: int = 0, point_to_point: bool = False
-    ) -> Channel:
-        """Open a channel together with the other members."""
-        spec = self._make_spec(group, suffix, members, bucket_bytes=bucket_bytes, point_to_point=point_to_point)
+    def open(self, group: int, suffix: str, members: tuple[int, ...], **options: Any) -> Channel:
+        """Open a channel together with the other members. The options are those of ChannelSpec."""
+        spec = self._make_spec(group, suffix, members, **options)
         opened = self._open(spec, self._backend_for(members).open_channel)
         channel = Channel(
             opened, group, self._recorder, self.operation_timeout_s, sample_arrivals=self._sample_arrivals

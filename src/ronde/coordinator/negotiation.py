@@ -47,6 +47,7 @@ from ronde.net.messages import (
     CoordinatorMessage,
     OperationRejected,
     OperationRequest,
+    RefuseOperation,
     RevokeSharedIds,
     RunOperations,
     UnknownOperationId,
@@ -94,6 +95,8 @@ class _GroupState:
     """By name. A name keeps its id for good: nobody can have announced another operation under it."""
     shared: dict[int, _NegotiatedOperation] = field(default_factory=dict)
     """By shared id, what the members announce in shared memory."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """By name, why an operation cannot run any more (RefuseOperation)."""
     revoked_ids: list[int] = field(default_factory=list)
     """To be sent before anything else."""
 
@@ -294,6 +297,21 @@ class Negotiator:
         else:
             self._announce_first(rank, bit, message, now_ns)
 
+    def refuse(self, rank: int, message: RefuseOperation) -> None:
+        """Let no operation of this name run any more. It is rejected on those that have announced it, and on whoever
+        announces it from now on; what they have announced in shared memory comes here first."""
+        group, name = self._groups.get(message.group), message.name
+        if group is None or group.is_closed or not group.member_mask >> rank & 1 or name in group.refused:
+            return
+        self._decide_ready()
+        group.refused[name] = shorten(message.reason, MAX_ERROR_CHARS)
+        self._revoke(group, group.shared_ids.get(name, -1))
+        operation = group.operations.get(name)
+        if operation is not None:
+            if operation.announcements:
+                self._reject(operation, message.reason)
+            self._forget(operation)
+
     def take_sends(self) -> list[Send]:
         """Return what to send, in this order."""
         if self._ready:
@@ -360,8 +378,9 @@ class Negotiator:
             why = f"group {request.group} does not exist, or was removed"
         elif not group.member_mask & bit:
             why = f"rank {rank} is not a member ({format_ranks(group.members)})"
-        if group is None or why:
-            reason = f"{title_of(request)}: {why}"
+        refused = group.refused.get(request.name, "") if group is not None else ""
+        if group is None or why or refused:
+            reason = refused or f"{title_of(request)}: {why}"
             self._sends.append(Send((rank,), OperationRejected(request.group, request.name, reason)))
             announcement.is_repeatable = False
             return

@@ -27,6 +27,7 @@ from ronde.net.messages import (
     MissingRanksQuery,
     RankLost,
     RanksLost,
+    RefuseOperation,
     RoundChangeWanted,
     RoundStarted,
     StackReply,
@@ -209,6 +210,8 @@ class Round:
                     message.channel, message.status, message.rank, message.error, message.reason, reporter=rank
                 )
                 self._send(self.present - {rank}, abort)
+        elif type(message) is RefuseOperation:
+            self.negotiator.refuse(rank, message)
         elif type(message) is MissingRanksQuery:
             ranks = self.negotiator.missing(message.group, message.name)
             self._send((rank,), MissingRanks(message.group, message.name, ranks))

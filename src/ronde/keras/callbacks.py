@@ -12,7 +12,6 @@ MetricAverage has to stand before those that use metrics.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,14 +22,11 @@ from ronde.comm.collectives import mark_step
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
 from ronde.elastic.state import State
-from ronde.keras.optimizer import DistributedBase
 from ronde.keras.variables import broadcast_parameters, variables_of
 from ronde.text import format_rank_answers
 from ronde.training.data_position import DataPosition
 from ronde.training.learning_rate import warmup
 from ronde.training.metrics import weighted_means, weighted_values
-
-logger = logging.getLogger("ronde.keras")
 
 
 class BroadcastInitialState(keras.callbacks.Callback):
@@ -57,7 +53,6 @@ class BroadcastInitialState(keras.callbacks.Callback):
         if self._is_done:
             return
         model = self.model
-        switch_off_xla(model)
         if all(compare_numbers(members, self.params, is_built(model))):
             self._broadcast()
 
@@ -103,17 +98,6 @@ def is_built(model: Any) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
-def switch_off_xla(model: Any) -> None:
-    """On the TensorFlow backend, let a model that is compiled with XLA train without: XLA has no operation of ours."""
-    if keras.backend.backend() != "tensorflow" or not model.jit_compile:
-        return
-    if isinstance(model.optimizer, DistributedBase) and model.optimizer.gradient_reduction.is_needed:
-        if current_world().rank == 0:
-            logger.warning("jit_compile is switched off for training: XLA cannot average gradients over ranks")
-        model.jit_compile = False
-        model.make_train_function(force=True)
-
-
 class TrackState(keras.callbacks.Callback):
     """Keeps an elastic State while fit() runs in ronde.elastic.run(): it ends a step of the State after every batch,
     and commits every `commit_every` batches and at the end of every epoch.
@@ -137,8 +121,7 @@ class TrackState(keras.callbacks.Callback):
         self._num_since_commit = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare the model, and see to it that all ranks have equally many batches."""
-        switch_off_xla(self.model)
+        """See to it that all ranks have equally many batches."""
         compare_numbers(resolve_group(None), self.params)
         self._num_since_commit = 0
         self._first_batch = int(getattr(self._state, "batch", 0))

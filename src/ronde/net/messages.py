@@ -114,6 +114,15 @@ class MissingRanksQuery(WorkerMessage, frozen=True):
     name: str
 
 
+class RefuseOperation(WorkerMessage, frozen=True):
+    """This rank cannot say which of its operations of this name is meant: none may run any more in this round. Who has
+    announced it, or does later, gets OperationRejected."""
+
+    group: int
+    name: str
+    reason: str
+
+
 class WaitingTooLong(WorkerMessage, frozen=True):
     """An operation that the coordinator does not know has waited on this rank for the missing ones, longer than
     stall_s."""

@@ -39,6 +39,7 @@ from ronde.tensorflow.graph_operations import (
 )
 from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import read_number
+from ronde.text import format_ranks
 from ronde.types import DType, Op, parse_op
 
 DTYPES = frozenset(dtype.name.lower() for dtype in DType)
@@ -61,6 +62,7 @@ def allreduce(
     by gathering their indices and values.
     """
     members = resolve_group(group)
+    _check_name(name)
     options = GraphOperation(
         "allreduce", name or "", members.id, parse_op(op).name.lower(), float(prescale), float(postscale)
     )
@@ -252,7 +254,8 @@ def _broadcast(members: Group, x: Any, root: int, name: str | None) -> Any:
 
         if not tf.executing_eagerly():
             if root not in members.ranks:
-                raise ValueError(f"broadcast: root must be a member of {members!r}, got {root!r}")
+                ranks = format_ranks(members.ranks)
+                raise ValueError(f"broadcast: root must be a member of group {members.id} ({ranks}), got {root!r}")
             operation = GraphOperation("broadcast", name or "", members.id, root=int(root))
             return add_same_shape(operation, [tensor])[0], backward
         return as_tensor(members.broadcast(as_array(tensor), root=root, name=name), tensor), backward
@@ -325,6 +328,8 @@ def _alltoall(members: Group, x: Any, splits: Any, name: str | None) -> tuple[An
 
 def as_array(tensor: Any) -> Any:
     """The numbers of an eager tensor, without a copy if it is on the CPU."""
+    if tensor.shape.rank == 0:  # NumPy cannot convert a scalar of bfloat16
+        return np.asarray(tensor.numpy())
     return np.asarray(tensor)
 
 
@@ -354,10 +359,14 @@ def _number(kind: str, group: Group | None) -> Any:
     return tf.constant(read_number(operation), tf.int32) if tf.executing_eagerly() else add_number(operation)
 
 
-def _name_of(kind: str, name: str | None) -> str | None:
-    """The name of an operation: eager, only if the caller gives one."""
+def _check_name(name: object) -> None:
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"name must be a text that is not empty, got {name!r}")
+
+
+def _name_of(kind: str, name: str | None) -> str | None:
+    """The name of an operation: eager, only if the caller gives one."""
+    _check_name(name)
     return name if tf.executing_eagerly() else operation_name(kind, name)
 
 

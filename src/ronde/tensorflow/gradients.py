@@ -29,13 +29,14 @@ from ronde.tensorflow.collectives import DTYPES, allreduce_slices, as_array, as_
 from ronde.tensorflow.graph_operations import (
     add_python_node,
     find_call_site,
+    get_graph_ops,
     get_world_can_change,
     run_independently,
     unique_in_graph,
     without_autograph,
 )
 from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import find_group, get_ops, plan_channels
+from ronde.tensorflow.operation_thread import group_of, plan_channels
 from ronde.tensorflow.step_counter import count_reduction
 from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
@@ -44,6 +45,9 @@ from ronde.training.gradient_settings import GradientSettings
 from ronde.types import Deadline, DType, OperationKind, parse_op
 
 CODECS = ("none", "float16", "bfloat16")
+SMALL_PLAN_BYTES = 4_000_000
+"""Gradients of so many bytes at most share a bucket. Reducing them takes less than a millisecond, and each further one
+wakes two threads of every rank and lets them wait for the other ranks, while the backward pass needs the core."""
 
 
 @without_autograph
@@ -154,7 +158,8 @@ def plan_buckets(
     """The buckets of dense gradients, in the order in which they are reduced: equal on all ranks whose parameters and
     settings are. `names` are those that settings.together uses, if they are not those of the parameters."""
     total_bytes = sum(each.count * DType[each.dtype.upper()].num_bytes for each in parameters)
-    limits = choose_size_limits(total_bytes, settings.bucket_mb, overlap=settings.overlap is not False)
+    overlap = settings.overlap is not False and total_bytes > SMALL_PLAN_BYTES
+    limits = choose_size_limits(total_bytes, settings.bucket_mb, overlap=overlap)
     named = [msgspec.structs.replace(each, name=name) for each, name in zip(parameters, names, strict=False)]
     buckets = assign_buckets(named or parameters, (), limits, settings.together)
     digest = hash_signature(repr([plan, settings.describe(), *map(str, parameters)]))
@@ -201,7 +206,7 @@ def _reduce_dense(
     buckets = plan_buckets(parameters, settings, plan, names)
     if tf.executing_eagerly():
         reduced = _reduce_eagerly(members, wires, buckets)
-    elif (ops := get_ops()) is not None:
+    elif (ops := get_graph_ops()) is not None:
         reduced = _add_bucket_nodes(ops, members, plan, wires, buckets)
     else:
         reduced = _add_python_reduction(members, plan, wires, buckets)
@@ -262,22 +267,23 @@ def _add_bucket_nodes(
 def _add_python_reduction(members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
     """One node in Python, which reduces all buckets as the native nodes do. An array that has no elements is in no
     bucket."""
-    reduce = functools.partial(_reduce_arrays, members.id, f"{members.id}.{plan}", buckets)
+    operation = GraphOperation("gradients", plan, members.id)
+    reduce = functools.partial(_reduce_arrays, operation, f"{members.id}.{plan}", buckets)
     return add_python_node(reduce, wires, [each.dtype for each in wires], [each.shape for each in wires])
 
 
-def _reduce_arrays(group: int, plan: str, buckets: Sequence[PlannedBucket], *arrays: Any) -> list[Any]:
-    members = find_group(group)
+def _reduce_arrays(operation: GraphOperation, plan: str, buckets: Sequence[PlannedBucket], *arrays: Any) -> list[Any]:
+    members = group_of(operation)
     sources = [np.ascontiguousarray(array) for array in arrays]
     results = [np.empty_like(source) for source in sources]
-    channel = plan_channels.open(plan, members)
-    running_calls: list[RunningCall] = []
-    for bucket in buckets:
-        pairs = [(sources[index], results[index]) for index in bucket.indices]
-        spans = tuple(Span(address_of(given), address_of(taken), given.size) for given, taken in pairs)
-        call = bucket.signature.make_call(spans, pairs)
-        running_calls.append(channel.submit(call, ((bucket.signature, ""),)))
-    deadline = Deadline(members.operation_timeout_s)
-    for running_call in running_calls:
-        running_call.wait(deadline)
+    with plan_channels.hold(plan, members) as channel:
+        running_calls: list[RunningCall] = []
+        for bucket in buckets:
+            pairs = [(sources[index], results[index]) for index in bucket.indices]
+            spans = tuple(Span(address_of(given), address_of(taken), given.size) for given, taken in pairs)
+            call = bucket.signature.make_call(spans, pairs)
+            running_calls.append(channel.submit(call, ((bucket.signature, ""),)))
+        deadline = Deadline(members.operation_timeout_s)
+        for running_call in running_calls:
+            running_call.wait(deadline)
     return results

@@ -9,10 +9,16 @@ A node is a native kernel, or Python through numpy_function where the kernels ca
 thread of TensorFlow while they wait, so those of a function run one after the other, in the order in which they were
 added. In the graph of a session that is not possible, because a step runs only a part of it: there, operations that do
 not need each other have to be few, or TensorFlow needs as many threads.
+
+XLA can compile neither kind of node. A tf.function with jit_compile=True that adds one is traced without XLA, and a
+line says so. In a loop, an operation has the same name in each turn, and in a tf.function in each call. In a
+tf.function that is called eagerly, turns and calls come one after the other. In a graph of a session they may overtake
+each other, so there a loop has to say parallel_iterations=1, and functions that communicate are refused.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,10 +33,22 @@ from ronde.comm.world import current_world
 from ronde.errors import RondeError
 from ronde.tensorflow.graph_errors import describe_error
 from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import NUMBERS, find_group, get_ops, read_number, start_by_name
+from ronde.tensorflow.operation_thread import (
+    NUMBERS,
+    find_group,
+    get_ops,
+    group_of,
+    names_in_python,
+    read_number,
+    start_by_name,
+)
+
+logger = logging.getLogger("ronde.tensorflow")
 
 AUTOGRAPH_FILE = "__autograph_generated_file"
 AUTOGRAPH_PREFIX = "tf__"
+CONTROL_FLOW_GRAPHS = ("Cond", "_Cond", "While", "_While")
+"""How the names of TensorFlow's classes begin for the graphs of branches and loops."""
 
 _PACKAGES = (
     *(f"{Path(sys.modules[name].__file__ or '').parent}/" for name in ("ronde", "tensorflow")),
@@ -74,15 +92,24 @@ def find_call_site() -> str:
 
 def unique_in_graph(base: str) -> str:
     """The name, with a number if this graph has it already. Equal on all ranks that build the same graph."""
-    counts = _name_counts.setdefault(tf.compat.v1.get_default_graph(), Counter())
+    counts = _name_counts.setdefault(_enclosing_graph(), Counter())
     number = counts[base]
     counts[base] += 1
     return f"{base}#{number}" if number else base
 
 
+def _enclosing_graph() -> Any:
+    """The graph that is being built, of a session or of a tf.function: not that of a branch or a loop in it."""
+    graph = tf.compat.v1.get_default_graph()
+    while type(graph).__name__.startswith(CONTROL_FLOW_GRAPHS) and getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    return graph
+
+
 def operation_name(kind: str, name: str | None) -> str:
-    """The name of an operation in the graph that is being built: the caller's, or one made of the place of the call."""
-    return name or unique_in_graph(f"{kind} {find_call_site()}")
+    """The name of an operation in the graph that is being built: the caller's, or one made of the place of the call. A
+    name that is in the graph already gets a number, because TensorFlow may run the two in any order."""
+    return unique_in_graph(name or f"{kind} {find_call_site()}")
 
 
 def backward_name(name: str | None) -> str | None:
@@ -90,6 +117,103 @@ def backward_name(name: str | None) -> str | None:
     if not name:
         return None
     return f"{name}.backward" if tf.executing_eagerly() else unique_in_graph(f"{name}.backward")
+
+
+# --- XLA and loops ---------------------------------------------------------------------------------------------------
+
+FUNCTION_CLASS: type = type(tf.function(lambda: None))
+MUST_COMPILE = "_XlaMustCompile"
+"""The attribute of a function that TensorFlow compiles with XLA as a whole."""
+TRACING_OPTIONS = ("_variable_creation_config", "_no_variable_creation_config")
+"""Where a tf.function keeps the attributes that its next traced functions get."""
+
+
+def get_graph_ops(*, communicates: bool = True) -> Any:
+    """The functions that add native operations to a graph; None if operations have to run through Python. Called
+    before a node is added: functions that are being traced for XLA are traced without it from here on, and a node that
+    communicates is refused where ranks could mistake one turn of a loop for another."""
+    for function in _find_functions_for_xla():
+        _switch_off_xla(function)
+    _run_turns_in_order()
+    if communicates and not tf.compat.v1.executing_eagerly_outside_functions():
+        _check_order()
+    return get_ops()
+
+
+def _check_order() -> None:
+    """Raise if the operation that is being added to the graph of a session could run several times in any order: in a
+    loop whose turns may overtake each other, or in a function that may be called several times."""
+    if _enclosing_graph().building_function:
+        raise ValueError(
+            "an operation that communicates is in a tf.function inside of a session's graph, which runs the calls of a "
+            "function in any order, so that ranks would mix up their numbers; leave @tf.function away there, or run "
+            "the function eagerly"
+        )
+    if tf.compat.v1.get_default_graph() is _enclosing_graph():
+        return  # its loops are nodes of its own, see _run_turns_in_order()
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "while_loop" and frame.f_locals.get("parallel_iterations", 1) != 1:
+            raise ValueError(
+                "an operation that communicates is in a loop of a session's graph whose turns may overtake each other, "
+                "so that ranks would mix up their numbers; pass parallel_iterations=1 to tf.while_loop, tf.scan or "
+                "tf.map_fn"
+            )
+
+
+def _find_functions_for_xla() -> list[Any]:
+    """The tf.functions with jit_compile=True that are being traced by this thread, the innermost first."""
+    found: list[Any] = []
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name in ("__call__", "_call", "_initialize", "get_concrete_function"):
+            owner = frame.f_locals.get("self")
+            is_compiled = isinstance(owner, FUNCTION_CLASS) and getattr(owner, "_jit_compile", False)
+            if is_compiled and not any(owner is each for each in found):
+                found.append(owner)
+    return found
+
+
+def _switch_off_xla(function: Any) -> None:
+    """Let a tf.function be traced without XLA, also the trace that is under way: TensorFlow reads the attributes of
+    a traced function when its trace is complete."""
+    name = getattr(function, "__name__", "a function")
+    options = [each for attribute in TRACING_OPTIONS if (each := getattr(function, attribute, None)) is not None]
+    if not options or not all(isinstance(each.attributes, dict) for each in options):
+        raise NotImplementedError(
+            f"{name!r} is a tf.function with jit_compile=True that communicates, which XLA cannot compile; leave "
+            "jit_compile away there, and use it for functions inside of it that do not communicate"
+        )
+    for each in options:
+        each.attributes[MUST_COMPILE] = False
+    function._jit_compile = False
+    if current_world("an operation in a TensorFlow graph").rank == 0:
+        logger.warning(
+            "jit_compile=True of the tf.function %r is switched off, because XLA cannot compile an operation that "
+            "communicates; functions inside of it that do not communicate can be compiled",
+            name,
+        )
+
+
+# --- loops -----------------------------------------------------------------------------------------------------------
+
+
+def _run_turns_in_order() -> None:
+    """Let the loops that are being built around the next node run their turns one after the other. Each turn has an
+    operation of the same name, and TensorFlow may run several at once (parallel_iterations). Loops of tf.function do so
+    by themselves, because a node here has effects; those of a session's graph have nodes that say how many."""
+    graph = tf.compat.v1.get_default_graph()
+    context = graph._get_control_flow_context()
+    while context is not None:
+        if getattr(context, "parallel_iterations", 1) > 1:
+            one = tf.compat.v1.AttrValue(i=1)
+            for node in graph.get_operations():
+                if node.type in ("Enter", "RefEnter") and node.get_attr("frame_name") == context.name.encode():
+                    node._set_attr("parallel_iterations", one)
+            context._parallel_iterations = 1  # of the nodes that are still to be added
+        context = context.outer_context
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -105,7 +229,7 @@ def run_independently(operation: Any) -> None:
 
 def add_same_shape(operation: GraphOperation, xs: Sequence[Any]) -> list[Any]:
     """A node for an allreduce of tensors of one dtype, or a broadcast of one."""
-    ops = get_ops()
+    ops = get_graph_ops()
     if ops is None:
         return _add_python_operation(operation, xs, [x.dtype for x in xs], [x.shape for x in xs])
     add = ops.ronde_allreduce if operation.kind == "allreduce" else ops.ronde_broadcast
@@ -116,7 +240,7 @@ def add_same_shape(operation: GraphOperation, xs: Sequence[Any]) -> list[Any]:
 
 def add_rows(operation: GraphOperation, x: Any) -> Any:
     """A node for an allgather or a reduce_scatter, whose result may have another number of rows."""
-    ops = get_ops()
+    ops = get_graph_ops()
     shape = _rows_shape(x)
     if ops is None:
         return _add_python_operation(operation, [x], [x.dtype], [shape])[0]
@@ -130,7 +254,7 @@ def add_rows(operation: GraphOperation, x: Any) -> Any:
 def add_alltoall(operation: GraphOperation, x: Any, splits: Any) -> tuple[Any, Any]:
     """A node for an alltoall: the rows, and how many came from each member. No splits, as a vector without elements,
     mean equal shares."""
-    ops = get_ops()
+    ops = get_graph_ops()
     size = find_group(operation.group).size
     shapes = [_rows_shape(x), tf.TensorShape([None if get_world_can_change() else size])]
     if ops is None:
@@ -145,7 +269,7 @@ def add_alltoall(operation: GraphOperation, x: Any, splits: Any) -> tuple[Any, A
 
 def add_barrier(operation: GraphOperation) -> Any:
     """A node that ends when every member has come to it."""
-    ops = get_ops()
+    ops = get_graph_ops()
     if ops is None:
         return _add_python_operation(operation, [], [tf.bool], [tf.TensorShape([])])[0].op
     return ops.ronde_barrier(operation=operation.encode())
@@ -153,7 +277,7 @@ def add_barrier(operation: GraphOperation) -> Any:
 
 def add_number(operation: GraphOperation) -> Any:
     """A node with a rank or a size when it runs; of `join`, the rank that has joined last."""
-    ops = get_ops()
+    ops = get_graph_ops(communicates=operation.kind not in NUMBERS)
     if ops is None:
         return _add_python_operation(operation, [], [tf.int32], [tf.TensorShape([])])[0]
     number = ops.ronde_number(operation=operation.encode())
@@ -175,12 +299,13 @@ def _rows_shape(x: Any) -> Any:
 
 def add_broadcasts(operations: Sequence[GraphOperation], xs: Sequence[Any]) -> list[Any]:
     """Nodes for broadcasts of tensors of any dtypes: one for each, or one in Python for all."""
-    if get_ops() is not None:
+    if get_graph_ops() is not None:
         return [add_same_shape(operation, [x])[0] for operation, x in zip(operations, xs, strict=True)]
 
     def run(*arrays: Any) -> list[Any]:
-        works = [start_by_name(operation, [array]) for operation, array in zip(operations, arrays, strict=True)]
-        return [work.wait() for work in works]
+        with names_in_python.hold(operations):
+            works = [start_by_name(operation, [array]) for operation, array in zip(operations, arrays, strict=True)]
+            return [work.wait() for work in works]
 
     return add_python_node(run, xs, [x.dtype for x in xs], [x.shape for x in xs])
 
@@ -219,11 +344,12 @@ def _add_python_operation(
         if operation.kind in NUMBERS:
             return [np.int32(read_number(operation))]
         if operation.kind == "join":
-            return [np.int32(find_group(operation.group).join())]
-        if operation.kind == "alltoall":
-            rows, received = start_by_name(operation, arrays, splits=arrays[1] if arrays[1].size else None).wait()
-            return [rows, np.asarray(received, np.int64)]
-        result = start_by_name(operation, arrays).wait()
+            return [np.int32(group_of(operation).join())]
+        with names_in_python.hold([operation]):
+            if operation.kind == "alltoall":
+                rows, received = start_by_name(operation, arrays, splits=arrays[1] if arrays[1].size else None).wait()
+                return [rows, np.asarray(received, np.int64)]
+            result = start_by_name(operation, arrays).wait()
         if operation.kind == "barrier":
             return [np.True_]
         return list(result) if operation.kind == "allreduce" else [result]

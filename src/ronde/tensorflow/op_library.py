@@ -4,7 +4,7 @@ kernels. The only module of this package that knows ctypes and starts a process.
 Whether the kernels work with the installed TensorFlow is found out once per user, build of TensorFlow and library, by a
 process of its own (self_test.py), because the failure would be a crash. One rank per host does it while the others
 wait for a file lock; the result is kept in the user's cache. Ranks need not agree on it: what runs through Python
-instead does the same on the wire.
+instead does the same on the wire, and docs/decisions/0019 says why it cannot deadlock.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import hashlib
 import logging
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ import tensorflow as tf
 
 from ronde.comm.backends.native_library import RdMemberCall, load_library
 from ronde.comm.buffers import array_at
-from ronde.comm.call import Memory
+from ronde.comm.call import Memory, hash_signature
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
 from ronde.observe.metrics import Counts
@@ -48,8 +49,17 @@ which a MonitoredSession would begin again and again. A mistake of the caller is
 it is FAILED_PRECONDITION."""
 RUN_OPERATION, OPEN_PLAN, EXPLAIN_FAILURE = range(3)
 """What a kernel asks for: JobKind in the library."""
+NOT_REFUSED, OUT_OF_TURN, AT_ONCE = range(3)
+"""Why a bucket was not submitted: Refusal in the library."""
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""How a self-test ends whose kernels do not work. Another signal comes from outside, as when memory is short."""
 
 logger = logging.getLogger("ronde.tensorflow")
+
+
+def hash_members(ranks: Sequence[int]) -> int:
+    """Of the ranks of a group; not 0."""
+    return hash_signature(repr(tuple(ranks))) or 1
 
 
 class GraphOperation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,6 +72,14 @@ class GraphOperation(msgspec.Struct, frozen=True, omit_defaults=True):
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
+    members: int = 0
+    """A hash of the group's ranks, by which a group of an earlier round is told from one that has its number now; 0 of
+    the world, whose ranks may change from round to round."""
+
+    def __post_init__(self) -> None:
+        if self.group and not self.members:
+            ranks = [group.ranks for group in current_world("a TensorFlow graph").groups if group.id == self.group]
+            msgspec.structs.force_setattr(self, "members", hash_members(ranks[0]) if ranks else 0)
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -85,7 +103,7 @@ class JobView(ctypes.Structure):
         ("status", c_int32),
         ("member", c_int32),
         ("detail", c_int32),
-        ("is_abandoned", c_int32),
+        ("refusal", c_int32),
         ("bucket", c_int64),
         ("submitted_ns", c_int64),
         ("end_ns", c_int64),
@@ -100,7 +118,7 @@ class CallFailure(NamedTuple):
     status: int
     member: int
     detail: int
-    is_abandoned: bool
+    refusal: int
     submitted_ns: int
     descriptions: tuple[str, ...]
     """After a mismatch, the call of each member; empty for one that has no call."""
@@ -122,47 +140,52 @@ class KernelJob:
             num_dims = view.dims[position]
             shapes.append(tuple(view.dims[position + 1 : position + 1 + num_dims]))
             position += 1 + num_dims
-        self.inputs = tuple(
-            Memory(view.inputs[index] or 0, shape, dtype, owner=self) for index, shape in enumerate(shapes)
-        )
-        """The memory of the tensors. All have the dtype of the first, but for the splits of an alltoall."""
+        self.inputs = tuple(Memory(view.inputs[index] or 0, shape, dtype) for index, shape in enumerate(shapes))
+        """The memory of the tensors, until free(). All have the dtype of the first, but for the splits of an
+        alltoall."""
         self.outputs = tuple(
-            Memory(view.outputs[index] or 0, shapes[index], dtype, owner=self) for index in range(view.num_outputs)
+            Memory(view.outputs[index] or 0, shapes[index], dtype) for index in range(view.num_outputs)
         )
         rows = view.member_calls[: view.num_member_calls] if view.num_member_calls else []
         self.failure = CallFailure(
             view.status,
             view.member,
             view.detail,
-            bool(view.is_abandoned),
+            view.refusal,
             view.submitted_ns,
             tuple(row.description.decode(errors="replace") for row in rows),
         )
+        self.has_ended = False
+        """Whether the kernel has ended, well or with an error."""
         self._library = library
         self._lock = threading.Lock()
         self._handle: int | None = view.job
+        """None when the job is freed."""
+        self._is_free = False
+        self._num_users = 0
+        """Threads that use the handle: the last of them frees it, after free()."""
 
     def finish(self, results: Sequence[Any] = ()) -> None:
         """End the kernel well. `results` are the arrays of those outputs that the kernel has not allocated."""
-        with self._lock:
-            if self._handle is None:
+        with self._using_handle() as handle:
+            if handle is None:
                 return
             for index, result in enumerate(results):
                 dims, data = (c_int64 * result.ndim)(*result.shape), c_void_p()
-                given = (self._handle, index, dims, result.ndim, ctypes.byref(data))
+                given = (handle, index, dims, result.ndim, ctypes.byref(data))
                 if not self._library.ronde_tf_allocate_output(*given):
                     return
                 if result.size:
                     array_at(data.value or 0, result.size, result.dtype)[:] = result.reshape(-1)
-            handle = self._handle
-        self._library.ronde_tf_finish(handle)
+            self.has_ended = True
+            self._library.ronde_tf_finish(handle)
 
     def fail(self, text: str, code: int) -> None:
         """End the kernel with an error, unless it has ended. Its memory stays until free()."""
-        with self._lock:
-            handle = self._handle
-        if handle is not None:
-            self._library.ronde_tf_fail(handle, code, text.encode(errors="replace"))
+        with self._using_handle() as handle:
+            if handle is not None:
+                self.has_ended = True
+                self._library.ronde_tf_fail(handle, code, text.encode(errors="replace"))
 
     def start_on(self, channel: int | None, num_members: int, timeout_s: float, algorithm: int) -> None:
         """Start the bucket on this rd_channel; None if its group has one member. Frees the job."""
@@ -172,10 +195,25 @@ class KernelJob:
             self._library.ronde_tf_start_on(handle, channel, num_members, timeout_s, algorithm)
 
     def free(self) -> None:
+        with self._using_handle(), self._lock:
+            self._is_free = True
+
+    @contextmanager
+    def _using_handle(self) -> Iterator[int | None]:
+        """The handle, which is valid meanwhile; None after free()."""
         with self._lock:
-            handle, self._handle = self._handle, None
-        if handle is not None:
-            self._library.ronde_tf_free_job(handle)
+            handle = None if self._is_free else self._handle
+            self._num_users += 1
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                freed = None
+                if self._is_free and not self._num_users:
+                    freed, self._handle = self._handle, None
+            if freed is not None:
+                self._library.ronde_tf_free_job(freed)
 
 
 class OpLibrary:
@@ -235,9 +273,10 @@ class OpLibrary:
 
 
 class SelfTestResult(msgspec.Struct, frozen=True):
-    """Why the kernels do not work; empty if they do."""
-
     problem: str
+    """Why the kernels do not work; empty if they do."""
+    is_lasting: bool = True
+    """Whether another self-test would say the same, as far as one can know."""
 
 
 def find_problem(ops: str, backend: str) -> str:
@@ -282,11 +321,12 @@ def run_self_test() -> SelfTestResult:
             [sys.executable, "-c", code, *sys.path], capture_output=True, text=True, timeout=SELF_TEST_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return SelfTestResult(f"the self-test did not run: {error}")
+        return SelfTestResult(f"the self-test did not run: {error}", is_lasting=False)
     if done.returncode == 0 and done.stdout.endswith("passed\n"):
         return SelfTestResult("")
     last = (done.stderr.strip() or "no output").splitlines()[-1]
-    return SelfTestResult(f"the self-test of the kernels ended with status {done.returncode}: {last}")
+    is_lasting = done.returncode >= 0 or -done.returncode in CRASHES
+    return SelfTestResult(f"the self-test of the kernels ended with status {done.returncode}: {last}", is_lasting)
 
 
 @contextmanager
@@ -311,8 +351,8 @@ def _read_result(path: Path) -> SelfTestResult | None:
 
 
 def _write_result(path: Path, result: SelfTestResult) -> None:
-    if result.problem.startswith("the self-test did not run"):
-        return  # another time it may
+    if not result.is_lasting:
+        return
     with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
         file.write(msgspec.json.encode(result))
     Path(file.name).replace(path)
@@ -338,7 +378,8 @@ def load_op_library() -> OpLibrary | None:
 
 
 def _decide() -> None:
-    settings = current_world("an operation in a TensorFlow graph").settings
+    world = current_world("an operation in a TensorFlow graph")
+    settings = world.settings
     problem = find_problem(settings.tensorflow_ops, settings.backend)
     if not problem:
         try:
@@ -348,5 +389,7 @@ def _decide() -> None:
                 raise
             problem = str(error)
     if problem:
-        logger.warning("operations in TensorFlow graphs run through Python, which is slower: %s", problem)
+        logger.warning(
+            "rank %d: operations in TensorFlow graphs run through Python, which is slower: %s", world.rank, problem
+        )
     _state.problem = problem

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import atexit
 import functools
-import heapq
-import itertools
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,16 +34,20 @@ from ronde.net.event_loop import start_thread
 from ronde.observe.metrics import Counts
 from ronde.tensorflow.graph_errors import describe_error
 from ronde.tensorflow.op_library import (
+    AT_ONCE,
     FAILED_PRECONDITION,
     INVALID_ARGUMENT,
     OPEN_PLAN,
+    OUT_OF_TURN,
     RUN_OPERATION,
     UNKNOWN,
     GraphOperation,
     KernelJob,
     OpLibrary,
+    hash_members,
     load_op_library,
 )
+from ronde.text import format_ranks
 from ronde.types import Deadline
 
 TAKE_S = 5.0
@@ -65,24 +68,35 @@ NUMBERS: dict[str, Callable[[World, Group], int]] = {
 """What the operation RondeNumber can ask for."""
 
 
-def find_group(id: int) -> Group:
-    """The group with this number in the current round."""
+def find_group(id: int, members: int = 0) -> Group:
+    """The group with this number in the current round. `members` is the hash of the ranks that it must have; 0 if they
+    are not known, or may change."""
     world = current_world("an operation of a TensorFlow graph")
     for group in world.groups:
-        if group.id == id:
+        if group.id == id and members in (0, hash_members(group.ranks)):
             return group
+        if group.id == id:
+            raise ValueError(
+                f"a TensorFlow graph uses group {id} of an earlier round; in this one, group {id} has other members "
+                f"({format_ranks(group.ranks)}); build the graph again, with a group of this round"
+            )
     raise ValueError(f"a TensorFlow graph uses group {id}, which this round does not have; build the graph again")
+
+
+def group_of(operation: GraphOperation) -> Group:
+    """The group of an operation in a graph, if the current round has it."""
+    return find_group(operation.group, operation.members)
 
 
 def read_number(operation: GraphOperation) -> int:
     """What RondeNumber returns: a rank or a size."""
-    group = find_group(operation.group)
+    group = group_of(operation)
     return NUMBERS[operation.kind](current_world(), group)
 
 
 def start_by_name(operation: GraphOperation, inputs: Any, outputs: Any = None, splits: Any = None) -> Work:
     """Start an operation of a graph. `inputs` are arrays or memory, and `outputs` are as they are."""
-    group, kind, name = find_group(operation.group), operation.kind, operation.name
+    group, kind, name = group_of(operation), operation.kind, operation.name
     scales: dict[str, Any] = {"prescale": operation.prescale, "postscale": operation.postscale}
     work: Work
     if kind == "allreduce":
@@ -103,6 +117,46 @@ def start_by_name(operation: GraphOperation, inputs: Any, outputs: Any = None, s
     return work
 
 
+def refuse_twice_at_once(operation: GraphOperation) -> Mismatch:
+    """The error for an operation that begins while another one of its name is under way in this process. Which of the
+    two another rank means cannot be known, so no rank can run an operation of this name any more in this round."""
+    group = group_of(operation)
+    why = (
+        f"{operation.kind} {operation.name!r} of group {group.id}: rank {current_world().rank} runs it twice at once, "
+        "so which of the two the other ranks have to meet is not known; give the two different names (name=), or run "
+        "them one after the other, in one thread"
+    )
+    group.refuse_operation(operation.name, why)
+    return Mismatch(why)
+
+
+class NamesInPython:
+    """The names of operations that nodes in Python run at this moment. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._names: set[tuple[int, str]] = set()
+
+    @contextmanager
+    def hold(self, operations: Sequence[GraphOperation]) -> Iterator[None]:
+        """Take the names meanwhile. Mismatch if one of them is taken."""
+        keys = [(operation.group, operation.name) for operation in operations]
+        with self._lock:
+            taken = [each for each, key in zip(operations, keys, strict=True) if key in self._names]
+            if not taken:
+                self._names.update(keys)
+        if taken:
+            raise refuse_twice_at_once(taken[0])
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._names.difference_update(keys)
+
+
+names_in_python = NamesInPython()
+
+
 # --- channels of plans -----------------------------------------------------------------------------------------------
 
 
@@ -113,6 +167,22 @@ class PlanChannels:
         self._channels: dict[str, tuple[World, Channel]] = {}
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}
+        self._held: set[str] = set()
+
+    @contextmanager
+    def hold(self, plan: str, group: Group) -> Iterator[Channel]:
+        """The channel of a plan, for a step whose buckets are reduced in Python. Mismatch if another one holds it."""
+        channel = self.open(plan, group)
+        with self._lock:
+            is_held = plan in self._held
+            self._held.add(plan)
+        if is_held:
+            raise refuse_steps_at_once(group, channel, plan)
+        try:
+            yield channel
+        finally:
+            with self._lock:
+                self._held.discard(plan)
 
     def open(self, plan: str, group: Group) -> Channel:
         """The channel of a plan in this round, opened together with the other members if it is not open. Members may
@@ -124,7 +194,7 @@ class PlanChannels:
             if channel is None:
                 world = current_world("gradients")
                 _ = group.ordered_channel  # raises when nothing can start here
-                channel = group.open_plan_channel(0, _channel_name(plan))
+                channel = group.open_plan_channel(0, _channel_name(plan), overlapped=True, number=1)
                 with self._lock:
                     self._channels[plan] = (world, channel)
             return channel
@@ -159,7 +229,22 @@ def abandoned_error(group: Group, channel: Channel, description: str) -> RondeEr
         "gradients were reduced"
     )
     group.abort_plan_channel(channel, why)
-    return RondeError(f"{description}: {why}; look for the error that ended that step, and end the job after it")
+    return RondeError(
+        f"{description}: {why}; look for the error that ended that step, and end the job or begin a new round after it"
+    )
+
+
+def refuse_steps_at_once(group: Group, channel: Channel, plan: str) -> Mismatch:
+    """The error for a step that begins while another one of its plan is under way in this process. Buckets are matched
+    by their order, so all members lose this rank on the channel."""
+    name = plan.partition(".")[2]
+    why = (
+        f"rank {channel.members[group.rank or 0]} reduces {name!r} twice at once, so which of the two the other ranks "
+        "have to meet is not known; give the two different names (name=), or run them one after the other, in one "
+        "thread"
+    )
+    group.abort_plan_channel(channel, why)
+    return Mismatch(why)
 
 
 def _explain_failure(job: KernelJob) -> Exception:
@@ -167,19 +252,37 @@ def _explain_failure(job: KernelJob) -> Exception:
     channel, failure = plan_channels.find_last(job.plan), job.failure
     if channel is None:
         return RoundEnded(f"{job.description}: the round is over")
-    if failure.is_abandoned:
-        return abandoned_error(find_group(job.operation.group), channel, job.description)
+    if failure.refusal == AT_ONCE:
+        return refuse_steps_at_once(group_of(job.operation), channel, job.plan)
+    if failure.refusal == OUT_OF_TURN:
+        return abandoned_error(group_of(job.operation), channel, job.description)
     if failure.status == NativeStatus.MISMATCH and failure.descriptions:
         return mismatch_error({r: text for r, text in zip(channel.members, failure.descriptions, strict=True) if text})
     backend_channel = channel.backend_channel
     assert isinstance(backend_channel, NativeChannel)
     elapsed_s = (time.monotonic_ns() - failure.submitted_ns) / 1e9 if failure.submitted_ns else 0.0
-    timeout_s = find_group(job.operation.group).operation_timeout_s
+    timeout_s = group_of(job.operation).operation_timeout_s
     error = NativeError(failure.status, failure.member, failure.detail, has_ended=True)
     return backend_channel.make_error(job.description, error, Deadline(timeout_s, elapsed_s=elapsed_s))
 
 
 # --- the thread ------------------------------------------------------------------------------------------------------
+
+
+class _NamedJob:
+    """A job of an operation with a name: it runs, or waits until the one before it is over."""
+
+    __slots__ = ("expires_at", "is_waiting", "job", "timeout_s", "work")
+
+    def __init__(self, job: KernelJob) -> None:
+        self.job = job
+        self.work: Work | None = None
+        """None until it has started."""
+        self.is_waiting = False
+        """Whether it waits for the one before it."""
+        self.timeout_s = group_of(job.operation).operation_timeout_s
+        self.expires_at = time.monotonic() + max(0.0, self.timeout_s - LAST_S)
+        """When somebody has to look whether the operation has started."""
 
 
 class OperationThread:
@@ -188,12 +291,12 @@ class OperationThread:
     def __init__(self, library: OpLibrary) -> None:
         self._library = library
         self._lock = threading.Lock()
-        self._in_flight: dict[tuple[int, str], deque[KernelJob]] = {}
-        """By group and name of an operation that is under way: further jobs of that name, such as those of the next
-        turn of a loop. A name can be used again when its operation is over."""
-        self._deadlines: list[tuple[float, int, KernelJob, Work]] = []
-        """A heap: until when an operation has to start."""
-        self._numbers = itertools.count()
+        self._in_flight: dict[tuple[int, str], deque[_NamedJob]] = {}
+        """By group and name, what is under way: the first one runs. There are others only if the kernel of the first
+        has failed because its time was over: its operation still waits for other ranks, and what is tried again
+        comes after it."""
+        self._expiring: OrderedDict[int, _NamedJob] = OrderedDict()
+        """By identity, all jobs of operations that are not over, the one that expires first in front."""
         self._thread = threading.Thread(target=self._run, name="ronde-tensorflow", daemon=True)
         start_thread(self._thread)
         atexit.register(self.stop)
@@ -215,6 +318,9 @@ class OperationThread:
         try:
             if job.kind == OPEN_PLAN:
                 _run_in_thread(job, functools.partial(self._start_bucket, job))
+            elif job.failure.refusal == OUT_OF_TURN and not job.bucket and plan_channels.find(job.plan) is None:
+                # A step of an earlier round has not started all of its buckets. This is the first one of this round.
+                _run_in_thread(job, functools.partial(self._start_bucket, job))
             elif job.kind != RUN_OPERATION:
                 # The reason of a loss may come a moment later than the loss.
                 _run_in_thread(job, functools.partial(_fail_with_reason, job))
@@ -229,46 +335,58 @@ class OperationThread:
             _fail(job, error)
 
     def _start_or_queue(self, job: KernelJob) -> None:
-        key = (job.operation.group, job.operation.name)
+        key, named_job = (job.operation.group, job.operation.name), _NamedJob(job)
         with self._lock:
-            if key in self._in_flight:
-                self._in_flight[key].append(job)
-                return
-            self._in_flight[key] = deque()
-        self._start(key, job)
+            under_way = self._in_flight.setdefault(key, deque())
+            others = [each.job for each in under_way if not each.job.has_ended]
+            if not others:
+                under_way.append(named_job)
+                self._expiring[id(named_job)] = named_job
+                named_job.is_waiting = under_way[0] is not named_job
+        if others:
+            error = refuse_twice_at_once(job.operation)
+            for other in others:  # it keeps its memory until its operation is over
+                other.fail(describe_error(error), FAILED_PRECONDITION)
+            raise error
+        if not named_job.is_waiting:
+            self._start(key, named_job)
 
-    def _start(self, key: tuple[int, str], job: KernelJob) -> None:
+    def _start(self, key: tuple[int, str], named_job: _NamedJob) -> None:
         """Start an operation whose name is free, or the next one of that name if it cannot be started."""
-        next_job: KernelJob | None = job
+        next_job: _NamedJob | None = named_job
         while next_job is not None:
             try:
-                work = _start_job(next_job)
+                work = next_job.work = _start_job(next_job.job)
             except Exception as error:  # of any kind: the kernel must end
-                _fail(next_job, error)
-                next_job = self._take_next(key)
+                after = self._take_next(key, next_job)
+                _fail(next_job.job, error)
+                next_job = after
                 continue
-            expires_at = time.monotonic() + max(0.0, work.timeout_s - LAST_S)
-            with self._lock:
-                heapq.heappush(self._deadlines, (expires_at, next(self._numbers), next_job, work))
             call_when_over((work,), functools.partial(self._on_over, key, next_job, work))
             return
 
-    def _on_over(self, key: tuple[int, str], job: KernelJob, work: Work) -> None:
+    def _on_over(self, key: tuple[int, str], named_job: _NamedJob, work: Work) -> None:
         """An operation has ended. Called by the thread of callbacks."""
+        job = named_job.job
+        # Before the kernel ends: the next turn of a loop may come at once, and its name has to be free.
+        next_job = self._take_next(key, named_job)
         try:
             job.finish(_results_of(job, work.wait()))
             job.free()
         except Exception as error:  # of any kind: the kernel must end
             _fail(job, error)
-        next_job = self._take_next(key)
         if next_job is not None:
             self._start(key, next_job)
 
-    def _take_next(self, key: tuple[int, str]) -> KernelJob | None:
+    def _take_next(self, key: tuple[int, str], ended: _NamedJob) -> _NamedJob | None:
+        """The first job of a name is over. Returns the one after it, if there is one."""
         with self._lock:
-            waiting = self._in_flight[key]
-            if waiting:
-                return waiting.popleft()
+            self._expiring.pop(id(ended), None)
+            under_way = self._in_flight[key]
+            under_way.popleft()
+            if under_way:
+                under_way[0].is_waiting = False
+                return under_way[0]
             del self._in_flight[key]
             return None
 
@@ -276,20 +394,31 @@ class OperationThread:
         """See to operations that have not started in time. Returns how long to wait for the next job."""
         while True:
             with self._lock:
-                if not self._deadlines:
+                first = next(iter(self._expiring.values()), None)
+                if first is None:
                     return TAKE_S
-                expires_at, _, job, work = self._deadlines[0]
-                is_over = work.is_started_or_done()
-                remaining_s = expires_at - time.monotonic()
-                if not is_over and remaining_s > 0.0:
+                remaining_s = first.expires_at - time.monotonic()
+                if remaining_s > 0.0:
                     return min(TAKE_S, remaining_s)
-                heapq.heappop(self._deadlines)
-            if not is_over:
-                _run_in_thread(job, functools.partial(_await_start, job, work))
+                del self._expiring[id(first)]
+                is_waiting = first.is_waiting
+                if is_waiting:
+                    self._in_flight[(first.job.operation.group, first.job.operation.name)].remove(first)
+            if is_waiting:
+                what = f"{first.job.operation.kind} {first.job.operation.name!r} of group {first.job.operation.group}"
+                _fail(
+                    first.job,
+                    OperationTimeout(
+                        f"{what} did not start within {first.timeout_s:g} s, because the one before it, which has "
+                        "timed out, still waits for other ranks"
+                    ),
+                )
+            elif first.work is not None and not first.work.is_started_or_done():
+                _run_in_thread(first.job, functools.partial(_await_start, first.job, first.work))
 
     def _start_bucket(self, job: KernelJob) -> None:
         """Give the channel of its plan to a bucket that has found none."""
-        group = find_group(job.operation.group)
+        group = group_of(job.operation)
         if group.size == 1 and group.rank is not None:
             job.start_on(None, 1, 0.0, 0)
             return
@@ -335,7 +464,7 @@ def _results_of(job: KernelJob, result: Any) -> list[Any]:
 
 
 def _join(job: KernelJob) -> None:
-    last = find_group(job.operation.group).join()
+    last = group_of(job.operation).join()
     job.finish([np.array(last, np.int32)])
     job.free()
 

@@ -67,6 +67,22 @@ for passes, expected in ((1, [-1.5, -3.0]), (2, [-0.0, -3.0])):
         found.append(float(weight.numpy()[0]))
     assert found == expected, found
 
+# What Keras 3 has removed.
+old = hvd.DistributedOptimizer(optimizers.SGD(lr=0.5))
+backend = tf.keras.backend
+backend.set_value(old.lr, 0.25)
+assert backend.get_value(old.lr) == backend.get_value(old.learning_rate) == 0.25
+hvd_tensorflow.broadcast_variables(old.variables(), root_rank=0)
+memory = tf.keras.models.Sequential([tf.keras.layers.LSTM(1, stateful=True, batch_input_shape=(1, 2, 1))])
+memory.reset_states()
+tf.keras.metrics.Mean().reset_states()
+generator = ((np.ones((2, 4), np.float32), np.ones((2, 1), np.float32)) for _ in range(4))
+model.fit_generator(generator, steps_per_epoch=2, verbose=0)
+model.save_weights(FOLDER / f"weights{hvd.rank()}.h5")
+config = tf.compat.v1.ConfigProto()
+tf.compat.v1.keras.backend.set_session(tf.compat.v1.Session(config=config))  # without effect when executing eagerly
+assert int(hvd_tensorflow.join()) in (0, 1)
+
 path = FOLDER / f"model{hvd.rank()}.h5"
 model.save(path)
 loaded = hvd.load_model(path)

@@ -14,7 +14,15 @@ import ronde
 tf.config.threading.set_inter_op_parallelism_threads(1)
 tf.config.threading.set_intra_op_parallelism_threads(1)
 
-from tests.compat.tensorflow_checks import collectives, gradients, keras_training, names, states  # noqa: E402, F401
+from tests.compat.tensorflow_checks import (  # noqa: E402, F401
+    collectives,
+    data_service,
+    gradients,
+    keras_training,
+    names,
+    old_scripts,
+    states,
+)
 from tests.compat.tensorflow_checks.registry import CHECKS  # noqa: E402
 
 

@@ -75,15 +75,11 @@ def gradients_are_averages() -> None:
 
 
 @check
-def names_of_keras_2_still_work() -> None:
+def a_copy_by_config_is_the_same() -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.25, momentum=0.9))
     assert optimizer.name == "DistributedSGD"
     weight = keras.Variable(np.zeros(2, np.float32))
     optimizer.apply_gradients([(np.ones(2, np.float32), weight)], experimental_aggregate_gradients=False)
-    assert optimizer.lr.numpy() == 0.25
-    optimizer.lr = 0.5
-    assert optimizer.learning_rate.numpy() == 0.5
-    assert len(optimizer.variables()) == len(optimizer.variables) > 1
     copy = type(optimizer).from_config(optimizer.get_config())
     assert copy.get_config() == optimizer.get_config()
 

@@ -61,6 +61,19 @@ def a_state_of_a_model_has_its_optimizer() -> None:
 
 
 @check
+def reset_callbacks_set_the_lr_of_a_plain_optimizer() -> None:
+    optimizer = keras.optimizers.SGD(0.1)
+    num_variables = len(optimizer.variables)
+    model = make_model()
+    hvd.elastic.TensorFlowKerasState(model, optimizer)
+    optimizer.lr.assign(0.2)
+    assert float(optimizer.learning_rate) == np.float32(0.2)
+    tf.keras.backend.set_value(optimizer.lr, 0.3)
+    assert float(optimizer.learning_rate) == np.float32(0.3)
+    assert len(optimizer.variables) == num_variables
+
+
+@check
 def callbacks_keep_a_state() -> None:
     commits: list[tuple[int, int]] = []
 

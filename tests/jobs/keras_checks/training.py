@@ -287,9 +287,6 @@ def check_ranks_with_different_numbers_of_batches_are_told() -> None:
 def check_jit_compile() -> None:
     """TensorFlow's XLA is switched off, JAX's compiler is used, and PyTorch compiles all but the exchange."""
     model, alone = perceptron(), perceptron()
-    if BACKEND == "tensorflow":
-        text = error_of(lambda: fit(perceptron(), DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True))
-        assert "XLA" in text, text
     if BACKEND == "torch":  # without code for the machine, which takes long to make
         import torch
 
@@ -300,9 +297,9 @@ def check_jit_compile() -> None:
         fit_alone(alone, keras.optimizers.SGD(0.1))
         assert_close(weights(model), weights(alone))
         return
-    fit(model, DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True, callbacks=[BroadcastInitialState()])
+    fit(model, DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
     fit_alone(alone, keras.optimizers.SGD(0.1))
-    assert model.jit_compile is (BACKEND == "jax")
+    assert model.jit_compile, "only the training step is not compiled"
     assert_close(weights(model), weights(alone))
     assert_same_on_all_ranks(weights(model))
 

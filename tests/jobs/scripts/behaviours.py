@@ -11,18 +11,24 @@ if os.environ.get("TEST_EXTENSION") == "missing":
 
 import ronde
 from ronde.comm.world import current_world
-from tests.conformance.cases import Case, all_cases
+from tests.conformance.cases import all_cases
+from tests.conformance.frameworks.collective_cases import CASES
+from tests.conformance.frameworks.framework import load_framework
 from tests.jobs.scripts.control import ControlSocket
 
 
-def run(case: Case, rank: int) -> str:
+def run(rank: int, case: str, framework: str, mode: str) -> str:
     """What went wrong, or nothing. The rank thinks that it is on the host of all, on its own, or on one of two."""
     host = {"one": "", "apart": f"host-{rank}", "two": f"host-{rank % 2}"}[os.environ["TEST_HOSTS"]]
     try:
         ronde.init(host=host)
-        case.body(current_world())
-        if case.spoils:
-            ronde.shutdown()
+        if framework:
+            CASES[case].body(load_framework(framework, mode))
+        else:
+            behaviour = all_cases()[case]
+            behaviour.body(current_world())
+            if behaviour.spoils:
+                ronde.shutdown()
     except Exception:  # the edge of the process: the test shows it
         traceback.print_exc()  # also there, in case that another rank hangs
         return traceback.format_exc()
@@ -32,4 +38,5 @@ def run(case: Case, rank: int) -> str:
 if __name__ == "__main__":
     with ControlSocket(timeout_s=None) as test:  # it serves all tests of the session
         while True:
-            test.send("ended", error=run(all_cases()[test.receive()["case"]], test.rank))
+            asked = test.receive()
+            test.send("ended", error=run(test.rank, asked["case"], asked["framework"], asked["mode"]))

@@ -53,6 +53,12 @@ def in_graph(function: _Function) -> _Function:
     return converted
 
 
+def count_python_ranks() -> int:
+    """How many ranks run operations of graphs through Python. Collective. While at most one does, ranks may have the
+    operations of a graph in different orders."""
+    return sum(ronde.objects.allgather(load_op_library() is None))
+
+
 def make_session() -> Any:
     """A session. Operations that run through Python hold a thread each."""
     if load_op_library() is not None:

@@ -1,7 +1,9 @@
-"""The collectives: every kind, dtype and way against NumPy; gradients; names; errors."""
+"""The collectives: what only TensorFlow has, names, the order of operations, and errors. What all frameworks have in
+common is in tests/conformance/frameworks."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,76 +13,7 @@ import tensorflow as tf
 
 import ronde
 import ronde.tensorflow as rt
-from ronde.tensorflow.op_library import load_op_library
-from tests.jobs.tensorflow_checks.checks import check, each_way, in_graph, make_session
-
-DTYPES = [
-    *(tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
-    *(tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.bool),
-]
-
-
-def numbers(rank: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Small whole numbers, which every dtype holds exactly."""
-    count = int(np.prod(shape))
-    return ((np.arange(count) * 3 + rank * 5) % 7).reshape(shape).astype(dtype.as_numpy_dtype)
-
-
-@check
-def every_collective_with_every_dtype_in_every_way() -> None:
-    me, size = ronde.rank(), ronde.size()
-    for dtype in DTYPES:
-        op = "bit_or" if dtype == tf.bool else "sum"
-
-        xs = [numbers(rank, (5, 2), dtype) for rank in range(size)]
-        rows = [numbers(rank, (rank + 2, 2), dtype) for rank in range(size)]
-        total = np.logical_or(*xs) if dtype == tf.bool else sum(x.astype(np.float64) for x in xs)
-        most = np.logical_or(*xs) if dtype == tf.bool else np.maximum(*(x.astype(np.float64) for x in xs))
-        share = slice(0, 3) if me == 0 else slice(3, 5)
-        exchanged = np.concatenate([x[:1] if me == 0 else x[1:4] for x in xs])
-        expected = [total, most, np.concatenate(rows), xs[1], total[share], exchanged, [1, 1] if me == 0 else [3, 3]]
-
-        def compute(x: Any, uneven: Any, op: str = op) -> Any:
-            exchanged, received = rt.alltoall(x, splits=[1, 3])
-            return [
-                rt.allreduce(x, op=op),
-                rt.allreduce([x, x[:1]], op="max")[0],
-                rt.allgather(uneven),
-                rt.broadcast(x, root=1),
-                rt.reduce_scatter(x, op=op),
-                exchanged,
-                received,
-            ]
-
-        for way, results in each_way(compute, xs[me], rows[me]):
-            for kind, (result, wanted) in enumerate(zip(results, expected, strict=True)):
-                assert np.array_equal(result.astype(np.float64), np.asarray(wanted, np.float64)), (dtype, way, kind)
-            assert all(result.dtype == dtype.as_numpy_dtype for result in results[:6]), (dtype, way)
-    assert size == 2
-
-
-@check
-def means_and_scales_have_double_precision() -> None:
-    factor = 1.0 + 2.0**-40
-
-    def compute(x: Any) -> Any:
-        return [
-            rt.allreduce(x, op="mean", prescale=factor, postscale=2.0),
-            rt.reduce_scatter(x, op="mean", prescale=factor),
-        ]
-
-    for way, (reduced, share) in each_way(compute, np.ones(2, np.float64)):
-        assert reduced.tolist() == [2.0 * factor] * 2 and share.tolist() == [factor], way
-
-
-@check
-def scalars_and_tensors_without_elements() -> None:
-    def compute(x: Any, empty: Any) -> Any:
-        return [rt.allreduce(x), rt.allgather(x), rt.broadcast(x, root=1), rt.allreduce(empty), rt.allgather(empty)]
-
-    for way, results in each_way(compute, np.float32(ronde.rank() + 1.0), np.zeros((0, 3), np.float32)):
-        assert [each.tolist() for each in results[:3]] == [3.0, [1.0, 2.0], 2.0], way
-        assert [each.shape for each in results[3:]] == [(0, 3), (0, 3)], way
+from tests.jobs.tensorflow_checks.checks import check, count_python_ranks, each_way, in_graph, make_session
 
 
 @check
@@ -129,34 +62,37 @@ def gradients_are_those_of_the_sum_of_all_losses() -> None:
 
 
 @check
-def gradients_of_gradients() -> None:
-    def compute(v: Any) -> Any:
-        with tf.GradientTape() as outer:
-            outer.watch(v)
-            with tf.GradientTape() as inner:
-                inner.watch(v)
-                loss = tf.reduce_sum(rt.allreduce(v * v))
-            first = inner.gradient(loss, v)
-        return outer.gradient(first, v)
-
-    for way, results in each_way(compute, np.array([3.0], np.float32)):
-        assert results[0].tolist() == [4.0], way
-
-
-@check
 def two_hundred_operations_with_one_thread() -> None:
     assert tf.config.threading.get_inter_op_parallelism_threads() == 1
-    me = ronde.rank()
+    me, may_differ = ronde.rank(), count_python_ranks() < 2
+    v = tf.constant([1.0 + me])
 
-    @in_graph
     def compute(x: Any) -> Any:
-        # With kernels the order of the graphs may differ, too.
-        order = reversed(range(200)) if me and load_op_library() is not None else range(200)
+        order = reversed(range(200)) if me and may_differ else range(200)
         found = {number: rt.allreduce(x * float(number), name=f"operation {number}") for number in order}
         return tf.add_n([found[number] for number in range(200)])
 
+    @in_graph
+    def compute_gradient(x: Any) -> Any:  # 200 operations in the backward pass, too
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = compute(x)
+        return tape.gradient(y, x)
+
+    converted = tf.function(compute)
     for _ in range(3):
-        assert compute(tf.constant([1.0 + me])).numpy().tolist() == [3.0 * 199 * 100]
+        assert converted(v).numpy().tolist() == [3.0 * 199 * 100]
+        assert compute_gradient(v).numpy().tolist() == [2.0 * 199 * 100]
+    if not may_differ:
+        return  # in a session there is no order: such nodes need a thread each
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1, use_per_session_threads=True)
+    with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
+        x = tf.constant([1.0 + me])
+        y = compute(x)
+        nodes = [y, tf.gradients(y, x)[0]]
+        for _ in range(3):
+            total, gradient = session.run(nodes)
+            assert total.tolist() == [3.0 * 199 * 100] and gradient.tolist() == [2.0 * 199 * 100]
 
 
 @check
@@ -177,6 +113,44 @@ def a_loop_uses_a_name_again_and_again() -> None:
 
 
 @check
+def turns_branches_and_calls_are_not_mixed_up() -> None:
+    me, count = ronde.rank(), 12
+    expected = [2.0 * index for index in range(count)]
+
+    def slowly(index: Any) -> Any:
+        """The number. Every second one takes long: on one rank the even ones, on the other the odd ones."""
+        size = tf.where(tf.equal(index % 2, me), 500, 1)
+        ones = tf.ones([size, size])
+        return tf.cast(index, tf.float32) + 0.0 * tf.reduce_sum(ones @ ones)
+
+    def loop(parallel_iterations: int) -> Any:
+        def turn(index: Any, found: Any) -> Any:
+            return index + 1, found.write(index, rt.allreduce(slowly(index)))
+
+        begin = [0, tf.TensorArray(tf.float32, count)]
+        _, found = tf.while_loop(lambda index, _: index < count, turn, begin, parallel_iterations=parallel_iterations)
+        return found.stack()
+
+    def branches() -> Any:
+        xs = [slowly(tf.constant(index)) for index in range(count)]
+        return tf.stack([tf.cond(x >= 0.0, lambda x=x: rt.allreduce(x), lambda: -1.0) for x in xs])
+
+    def calls() -> Any:
+        call = tf.function(lambda x: rt.allreduce(x), input_signature=[tf.TensorSpec([])])
+        return tf.stack([call(slowly(tf.constant(index))) for index in range(count)])
+
+    for compute in (lambda: loop(10), branches, calls):
+        assert tf.function(compute)().numpy().tolist() == expected
+    with tf.Graph().as_default(), make_session() as session:
+        for compute in (lambda: loop(1), branches):
+            assert session.run(compute()).tolist() == expected
+        with pytest.raises(ValueError, match="pass parallel_iterations=1 to tf"):
+            loop(10)
+        with pytest.raises(ValueError, match=r"leave @tf\.function away there"):
+            calls()
+
+
+@check
 def a_rank_may_trace_functions_that_others_do_not() -> None:
     me = ronde.rank()
 
@@ -193,6 +167,83 @@ def a_rank_may_trace_functions_that_others_do_not() -> None:
         assert step(tf.ones([3]) * (me + 1.0)).numpy().tolist() == [6.0] * 3
         if number == 2:  # another shape: all trace again
             assert step(tf.ones([2]) * (me + 1.0)).numpy().tolist() == [6.0] * 2
+
+
+@check
+def a_rank_may_add_to_the_graph_of_its_session_between_steps() -> None:
+    me = ronde.rank()
+    with tf.Graph().as_default(), make_session() as session:
+        x = tf.compat.v1.placeholder(tf.float32, [None])
+        loss = rt.allreduce(x, op="mean")
+        train = tf.gradients(rt.allreduce(x * x), x)[0]
+        for number in range(3):
+            if me == 0:  # for evaluation and logging, which rank 0 alone does: added, and never run
+                tf.gradients(rt.allreduce(x * float(number)), x)
+                tf.identity(rt.allgather(x), name="loss")
+            mean, gradient = session.run([loss, train], {x: [me + 1.0] * (3 - number)})  # the last batches are smaller
+            assert mean.tolist() == [1.5] * (3 - number) and gradient.tolist() == [4.0 * (me + 1.0)] * (3 - number)
+
+
+@check
+def gradients_survive_what_a_rank_traces_more() -> None:
+    me = ronde.rank()
+
+    def gradient_of(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = rt.allreduce(x * x, op="mean") + rt.allgather(x)[:1]
+        return tape.gradient(y, x)
+
+    step = tf.function(gradient_of, input_signature=[tf.TensorSpec([1])])
+    for number in range(3):
+        if me == 0:
+            tf.function(lambda x: gradient_of(x) + gradient_of(x * 2.0)).get_concrete_function(tf.TensorSpec([1]))
+            tf.function(gradient_of).get_concrete_function(tf.TensorSpec([number + 2]))
+        expected = 2.0 * (me + 1.0) + (2.0 if me == 0 else 0.0)
+        assert step(tf.constant([me + 1.0])).numpy().tolist() == [expected], number
+
+
+@check
+def what_communicates_is_not_compiled_with_xla() -> None:
+    me = ronde.rank()
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ronde.tensorflow").addHandler(handler)
+    weight = tf.Variable([1.0, 2.0])
+
+    @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]  # TensorFlow has no types
+    def forward(x: Any) -> Any:
+        return tf.reduce_sum(weight * x)
+
+    @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+    def train(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = forward(x)
+        (gradient,) = rt.DistributedGradientTape(tape).gradient(loss, [weight])
+        for _ in tf.range(2):
+            weight.assign_sub(gradient)
+        return rt.allreduce(loss)
+
+    @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+    def calls_another(x: Any) -> Any:
+        return tf.function(lambda y: rt.allreduce(y))(x) * 2.0
+
+    try:
+        for _ in range(2):
+            train(tf.constant([1.0 + me, 1.0]))
+        assert weight.numpy().tolist() == [1.0 - 4 * 1.5, 2.0 - 4 * 1.0]
+        for count in (1, 2):
+            assert calls_another(tf.ones([count])).numpy().tolist() == [4.0] * count
+        rank_0_says = [
+            "jit_compile=True of the tf.function 'train'",
+            "jit_compile=True of the tf.function 'calls_another'",
+        ]
+        assert [message.partition(" is switched off")[0] for message in messages] == (rank_0_says if me == 0 else [])
+        # What does not communicate is still compiled.
+        assert "HloModule" in forward.experimental_get_compiler_ir(tf.ones([2]))(stage="hlo")
+    finally:
+        logging.getLogger("ronde.tensorflow").removeHandler(handler)
 
 
 @check

@@ -1,5 +1,8 @@
 """The program of a measured rank: `python measured_rank.py LIBRARY [RANK SIZE] DIRECTORY`. Started by `ronde bench`.
 
+LIBRARY is what the rank measures, such as `ronde` or `mpi`. What trains with another framework than PyTorch is told so:
+`ronde.tensorflow`, `apart.keras`.
+
 It is run by its path, without the ronde around it, and needs NumPy and the library that it measures, nothing else: an
 MPI library may be installed in another environment, and what the ranks of DDP do not use must not count as their
 memory. Commands come as lines of JSON through the pipe `to-RANK` in the directory, replies leave through `from-RANK`.
@@ -52,6 +55,8 @@ class Library:
     distribute: Callable[..., tuple[Any, Any]] = lambda network, optimizer, **options: (network, optimizer)
     """Makes a network and its optimizer average gradients over all ranks. Their parameters are equal on all ranks
     already. Options: `codec` is what gradients are on the wire, or None; for DDP also `view` and `bucket_mb`."""
+    start_training: Callable[..., Any] | None = None
+    """Of another framework than PyTorch: makes what TrainingLoop is for PyTorch, of a model, a batch and options."""
     close: Callable[[], object] = lambda: None
 
 
@@ -83,7 +88,7 @@ def join_ronde() -> Library:
         return network, ronde.torch.DistributedOptimizer(optimizer, named_parameters=named, codec=codec)
 
     ronde.init(start_s=START_S)
-    return Library(ronde.rank(), ronde.size(), prepare, distribute, ronde.shutdown)
+    return Library(ronde.rank(), ronde.size(), prepare, distribute, close=ronde.shutdown)
 
 
 def join_lockstep() -> Library:
@@ -95,7 +100,7 @@ def join_lockstep() -> Library:
         return network, optimizer
 
     ronde.init(start_s=START_S)
-    return Library(ronde.rank(), ronde.size(), None, distribute, ronde.shutdown)
+    return Library(ronde.rank(), ronde.size(), None, distribute, close=ronde.shutdown)
 
 
 def join_horovod() -> Library:
@@ -124,7 +129,7 @@ def join_horovod() -> Library:
 
     torch.set_num_threads(1)
     hvd.init()
-    return Library(hvd.rank(), hvd.size(), prepare, distribute, hvd.shutdown)
+    return Library(hvd.rank(), hvd.size(), prepare, distribute, close=hvd.shutdown)
 
 
 def join_torch(rank: int, size: int, directory: Path) -> Library:
@@ -160,7 +165,7 @@ def join_torch(rank: int, size: int, directory: Path) -> Library:
     # Public in its documentation, private to the type checker.
     store = distributed.FileStore(str(directory / "gloo"), size)  # type: ignore[attr-defined]  # PyTorch's types lack it
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_S))
-    return Library(rank, size, prepare, distribute, distributed.destroy_process_group)
+    return Library(rank, size, prepare, distribute, close=distributed.destroy_process_group)
 
 
 def join_mpi() -> Library:
@@ -187,13 +192,24 @@ def join_mpi() -> Library:
     return Library(world.Get_rank(), world.Get_size(), prepare, close=MPI.Finalize)
 
 
+def join_framework(name: str, framework: str, rank_and_size: Sequence[str]) -> Library:
+    """A library for TensorFlow or Keras. Rank and size are of one that does not know them itself."""
+    training = importlib.import_module("tensorflow_training")
+    library = training.join(name, framework, *(map(int, rank_and_size) if rank_and_size else (0, 1)))
+
+    def start_training(model: Any, batch: int, options: dict[str, Any]) -> Any:
+        return training.TensorFlowTraining(model, batch, library, **options)
+
+    return Library(library.rank, library.size, start_training=start_training, close=library.close)
+
+
 def wait_all(works: Iterable[Any]) -> None:
     for work in works:
         work.wait()
 
 
 class TrainingLoop:
-    """A network under training, always with the same batch."""
+    """A network of PyTorch under training, always with the same batch."""
 
     def __init__(self, model: Any, batch: int, library: Library, options: dict[str, Any]) -> None:
         """`model` is a BenchmarkModel of models.py, which is imported without the ronde around it."""
@@ -208,40 +224,53 @@ class TrainingLoop:
         torch.manual_seed(1 + library.rank)
         self._batch = model.make_batch(batch)
         self._loss = torch.nn.functional.cross_entropy
-        self._network, self.optimizer = library.distribute(network, optimizer, **options)
-        self.backward_ns: list[int] = []
+        self._network, self._optimizer = library.distribute(network, optimizer, **options)
+        self._backward_ns: list[int] = []
         """How long backward() took, in which gradients are exchanged, in each step so far."""
 
     def step(self) -> None:
         x, labels = self._batch
-        self.optimizer.zero_grad()
+        self._optimizer.zero_grad()
         loss: Any = self._loss(self._network(x), labels)
         start = time.perf_counter_ns()
         loss.backward()
-        self.backward_ns.append(time.perf_counter_ns() - start)
-        self.optimizer.step()
+        self._backward_ns.append(time.perf_counter_ns() - start)
+        self._optimizer.step()
+
+    def time_steps(self, num_steps: int) -> dict[str, list[int]]:
+        """Nanoseconds of so many steps, after one that is not timed, and of the calls of backward() in them; and the
+        processor time of a step."""
+        start_ns = time.process_time_ns()
+        took_ns = time_steps(self.step, num_steps)
+        cpu_ns = (time.process_time_ns() - start_ns) // (1 + num_steps)
+        return {"took_ns": took_ns, "backward_ns": self._backward_ns[-num_steps:], "cpu_ns": [cpu_ns]}
 
     def checksum(self) -> int:
         """Differs when any bit of the gradients does."""
         gradients = (parameter.grad.contiguous().numpy() for parameter in self._parameters)
         return functools.reduce(lambda checksum, gradient: zlib.crc32(gradient, checksum), gradients, 0)
 
-    def peak_memory_kb(self) -> int:
-        """The most memory that this process has during a step, sampled whenever a gradient is ready."""
-        peak_kb = 0
-
-        def sample(_: object) -> None:
-            nonlocal peak_kb
-            # Of shared memory each process counts its part: a bucket that all ranks map is there only once.
-            peak_kb = max(peak_kb, sum_kilobytes("/proc/self/smaps_rollup", "Pss_Anon", "Pss_Shmem"))
-
+    def peak_memory_kb(self, sample: Callable[[], int]) -> int:
+        """The most memory that this process has during a step, as `sample` tells it whenever a gradient is ready."""
+        samples_kb: list[int] = []
         sampled = self._parameters[:: 1 + len(self._parameters) // MAX_MEMORY_SAMPLES]
-        hooks = [parameter.register_post_accumulate_grad_hook(sample) for parameter in sampled]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _: samples_kb.append(sample())) for parameter in sampled
+        ]
         self.step()
         for hook in hooks:
             hook.remove()
-        sample(None)
-        return peak_kb
+        return max(*samples_kb, sample())
+
+    def close(self) -> None:
+        if hasattr(self._optimizer, "close"):
+            self._optimizer.close()
+
+
+def sample_memory_kb() -> int:
+    """The memory of this process without its files. Of shared memory each process counts its part: a bucket that all
+    ranks map is there only once."""
+    return sum_kilobytes("/proc/self/smaps_rollup", "Pss_Anon", "Pss_Shmem")
 
 
 def sum_kilobytes(path: str, *fields: str) -> int:
@@ -267,7 +296,8 @@ class CommandLoop:
         self._models = models
         self._steps: dict[str, Callable[[], object]] = {}
         self._closes: list[Callable[[], object]] = []
-        self._training: TrainingLoop | None = None
+        self._training: Any = None
+        """A TrainingLoop, or what start_training() of the library has made."""
 
     def run(self, directory: Path) -> None:
         """Reply to commands until `quit`, the end of the pipe, or the first error, after which a rank is unusable."""
@@ -298,18 +328,18 @@ class CommandLoop:
                 self._prepare_allreduce(work, **arguments)
             case "prepare_training":
                 model = self._models[work]
-                self._training = TrainingLoop(model, library=self._library, **arguments)
-                self._steps[work] = self._training.step
-                self._closes += filter(None, [getattr(self._training.optimizer, "close", None)])
+                start = self._library.start_training or functools.partial(TrainingLoop, library=self._library)
+                self._training = start(model, **arguments)
+                self._closes.append(self._training.close)
                 self._training.step()
                 return {"checksum": self._training.checksum()}
             case "time":
-                took_ns = time_steps(self._steps[work], **arguments)
-                backward_ns = self._training.backward_ns[-len(took_ns) :] if self._training is not None else []
-                return {"took_ns": took_ns, "backward_ns": backward_ns}
+                if self._training is not None:
+                    return dict(self._training.time_steps(**arguments))
+                return {"took_ns": time_steps(self._steps[work], **arguments)}
             case "measure_memory":
                 assert self._training is not None, "it is prepared first"
-                peak_kb = self._training.peak_memory_kb()
+                peak_kb = self._training.peak_memory_kb(sample_memory_kb)
                 return {"memory_kb": peak_kb, "rss_kb": sum_kilobytes("/proc/self/status", "VmHWM")}
             case "release":
                 self.release()
@@ -356,11 +386,16 @@ def time_steps(step: Callable[[], object], num_steps: int) -> list[int]:
 
 
 def main(name: str, *rank_and_size: str, directory: Path) -> None:
-    # Python has put the directory of this file first on its path. Only models.py is wanted from there: the names of the
-    # other modules may be those of libraries.
+    # Python has put the directory of this file first on its path. Only these two are wanted from there: the names of
+    # the other modules may be those of libraries.
     models = importlib.import_module("models").MODELS
+    name, _, framework = name.partition(".")
+    if framework:
+        importlib.import_module("tensorflow_training")
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
-    if name in ("gloo", "ddp", "apart"):
+    if framework:
+        library = join_framework(name, framework, rank_and_size)
+    elif name in ("gloo", "ddp", "apart"):
         rank, size = map(int, rank_and_size)
         library = Library(rank, size) if name == "apart" else join_torch(rank, size, directory)
     else:  # rank and size come from the launcher

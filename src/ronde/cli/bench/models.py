@@ -1,4 +1,5 @@
-"""The networks that `ronde bench train` trains, and their random data.
+"""The networks that `ronde bench train` trains, and their random data. Those of TensorFlow and Keras are built in
+tensorflow_training.py.
 
 A measured rank loads this file by its path, without the ronde around it: it needs nothing of ronde, and PyTorch only
 where a network is built.
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
+TORCH = "torch"
+ALL_FRAMEWORKS = (TORCH, "tensorflow", "keras")
 IMAGENET_CLASSES = 1000
 WORDS = 1024
 SEQUENCE = 64
@@ -28,7 +31,8 @@ class BenchmarkModel:
     build: Callable[[], Any]
     """Returns a torch.nn.Module; what that returns is compared with labels by cross entropy."""
     make_batch: Callable[[int], tuple[Any, Any]]
-    """Returns the input and the labels of so many samples."""
+    """Returns the input and the labels of so many samples, for PyTorch."""
+    frameworks: tuple[str, ...] = (TORCH,)
 
     @property
     def num_bytes(self) -> int:
@@ -175,21 +179,22 @@ def random_sentences(batch: int) -> tuple[Any, Any]:
 
 _IMAGES = random_samples((3, 224, 224), IMAGENET_CLASSES)
 _MODELS = (
-    BenchmarkModel("alexnet", "AlexNet, 224 px", 16, 61_100_840, alexnet, _IMAGES),
+    BenchmarkModel("alexnet", "AlexNet, 224 px", 16, 61_100_840, alexnet, _IMAGES, ALL_FRAMEWORKS),
     BenchmarkModel("resnet", "like ResNet-18, 64 px", 16, 11_279_112, resnet, random_samples((3, 64, 64), 200)),
-    BenchmarkModel("mlp", "784-512-512-10", 64, 669_706, mlp, random_samples((784,), 10)),
+    BenchmarkModel("mlp", "784-512-512-10", 64, 669_706, mlp, random_samples((784,), 10), ALL_FRAMEWORKS),
     BenchmarkModel("transformer", "6 blocks, 64 words", 4, 19_964_928, transformer, random_sentences),
-    BenchmarkModel("tiny", "1,000 tiny parameters", 1, 16_000, tiny, random_samples((16,), 16)),
+    BenchmarkModel("tiny", "1,000 tiny parameters", 1, 16_000, tiny, random_samples((16,), 16), ALL_FRAMEWORKS),
 )
 MODELS = {model.name: model for model in _MODELS}
 
 
-def parse_models(text: str) -> tuple[BenchmarkModel, ...]:
-    """The models of a list such as `alexnet,mlp`, each once."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+def parse_models(text: str | None, framework: str = TORCH) -> tuple[BenchmarkModel, ...]:
+    """The models of a list such as `alexnet,mlp`, each once; None stands for all that this framework trains."""
+    known = [model.name for model in _MODELS if framework in model.frameworks]
+    names = known if text is None else [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in MODELS:
-            raise ValueError(f"no such model: {name!r}; there are {', '.join(MODELS)}")
+        if name not in known:
+            raise ValueError(f"no such model for {framework}: {name!r}; there are {', '.join(known)}")
     if not names:
-        raise ValueError(f"no model to train; there are {', '.join(MODELS)}")
+        raise ValueError(f"no model to train; there are {', '.join(known)}")
     return tuple(MODELS[name] for name in dict.fromkeys(names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ronde.cli.doctor.system_info import check_component
+from ronde.net.addresses import find_free_ports
 from ronde.types import Deadline
 
 RANK_PROGRAM = str(Path(__file__).with_name("measured_rank.py"))
@@ -24,6 +26,8 @@ RONDE = "ronde"
 HOROVOD = "hvd"
 """Horovod's interface over ronde: not a peer, and never compared with as one."""
 LOCKSTEP = "lockstep"
+MWMS = "mwms"
+"""MultiWorkerMirroredStrategy of TensorFlow."""
 ALL_PEERS = "gloo,mpi,hvd"
 CHECK_TIMEOUT_S = 60.0
 
@@ -68,17 +72,34 @@ class MeasuredLibrary:
     """As measured_rank.py calls it."""
     python: str = sys.executable
     mpiexec: str = ""
+    framework: str = ""
+    """What trains, if it is not PyTorch: tensorflow or keras."""
 
     def commands(self, size: int) -> list[tuple[str, ...]]:
         """Start so many ranks: with `ronde run`, with mpiexec, or as plain processes on the loopback interface."""
-        program = (self.python, RANK_PROGRAM, self.library)
+        program: tuple[str, ...] = (self.python, RANK_PROGRAM, ".".join(filter(None, (self.library, self.framework))))
+        if self.framework == "tensorflow":
+            program = ("env", "KERAS_BACKEND=tensorflow", *program)  # its layers are those of Keras
         if self.library in (RONDE, HOROVOD, LOCKSTEP):
             flags = ("-np", str(size), "--grace", "0.5", "--terminate", "0.5")
             return [(*ONE_THREAD, *RONDE_RUN, *flags, "--", *program)]
         if self.mpiexec:
             return [(*ONE_THREAD, *OPEN_MPI_SETTINGS, self.mpiexec, "-n", str(size), *program)]
         env = (*ONE_THREAD, "GLOO_SOCKET_IFNAME=lo")
-        return [(*env, *program, str(rank), str(size)) for rank in range(size)]
+        commands = [(*program, str(rank), str(size)) for rank in range(size)]
+        if self.library == MWMS:
+            return [
+                (*env, f"TF_CONFIG={config}", *each)
+                for config, each in zip(make_tf_configs(size), commands, strict=True)
+            ]
+        return [(*env, *each) for each in commands]
+
+
+def make_tf_configs(size: int) -> list[str]:
+    """The TF_CONFIG of each of so many ranks on the loopback interface."""
+    workers = [f"127.0.0.1:{port}" for port in find_free_ports("127.0.0.1", size)]
+    tasks = [{"type": "worker", "index": rank} for rank in range(size)]
+    return [json.dumps({"cluster": {"worker": workers}, "task": task}) for task in tasks]
 
 
 def find_peers(wanted: str | None, mpi_pythons: Sequence[str] = ()) -> tuple[list[MeasuredLibrary], list[str]]:

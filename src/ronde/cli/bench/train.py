@@ -1,4 +1,4 @@
-"""`ronde bench train`: how fast networks train with ronde, with DDP, and without communication.
+"""`ronde bench train`: how fast networks train with ronde, with what a framework has itself, and without communication.
 
 A round yields the samples per second of all ranks together; a number is the median over the rounds.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import msgspec
 from rich import box
@@ -20,8 +21,8 @@ from rich.text import Text
 
 from ronde.cli.arguments import whole_number
 from ronde.cli.bench.command import make_parser, parse_numbers, run_benchmark
-from ronde.cli.bench.models import MODELS, BenchmarkModel, parse_models
-from ronde.cli.bench.peers import HOROVOD, HOW_TO_GET_HOROVOD, LOCKSTEP, RONDE, MeasuredLibrary, is_installed
+from ronde.cli.bench.models import ALL_FRAMEWORKS, MODELS, TORCH, BenchmarkModel, parse_models
+from ronde.cli.bench.peers import HOROVOD, HOW_TO_GET_HOROVOD, LOCKSTEP, MWMS, RONDE, MeasuredLibrary, is_installed
 from ronde.cli.bench.runner import (
     REPLY_TIMEOUT_S,
     BenchmarkCase,
@@ -37,38 +38,54 @@ from ronde.types import Deadline
 ALONE = "alone"
 APART = "apart"
 DDP = "ddp"
-PEERS = (DDP, HOROVOD)
+FIT = "fit"
+FIT_ALONE = "fit-alone"
+CUSTOM = "custom"
+KERAS = "keras"
+PEERS = {TORCH: (DDP, HOROVOD), "tensorflow": (MWMS, HOROVOD), KERAS: (MWMS, HOROVOD)}
+REQUIRED = {
+    TORCH: ("torch", "PyTorch"),
+    "tensorflow": ("tensorflow", "TensorFlow"),
+    KERAS: ("tensorflow", "TensorFlow"),
+}
+"""The package that has to be installed to train with a framework, and its name."""
 CODECS = {"none": None, "float16": "float16", "bfloat16": "bfloat16"}
 
 PROCESS_BYTES = 250 << 20
-"""Memory of a rank besides its network: PyTorch, activations, and what the allocator keeps."""
+"""Memory of a rank besides its network: the framework, activations, and what the allocator keeps."""
 COPIES = 4
 """Parameters, gradients, momentum, buckets."""
 
 DETAILS = """One thread per rank: alone, without communication, with ronde, with Horovod's
-interface, with DDP."""
+interface, and with DDP or MultiWorkerMirroredStrategy. Keras also trains
+with fit()."""
 
 
 def train(arguments: Sequence[str]) -> int:
     parser = make_parser("train", details=DETAILS, rounds_flag="--rounds", rounds=7, seconds=14.0, work="model")
-    parser.add_flag("--models", metavar="MODEL,…", default=",".join(MODELS), help="What to train.")
+    framework_help = f"What trains: {', '.join(ALL_FRAMEWORKS)}. Default: {TORCH}."
+    parser.add_flag("--framework", metavar="FRAMEWORK", default=TORCH, help=framework_help)
+    parser.add_flag("--models", metavar="MODEL,…", help=f"What to train: {', '.join(MODELS)}. Default: all there are.")
     batch_help = "Samples per rank and step, if not the model's own."
     parser.add_flag("--batch", metavar="N", type=whole_number, help=batch_help)
     parser.add_flag("--codec", metavar="CODEC", default="none", help=f"Gradients on the wire: {', '.join(CODECS)}.")
-    parser.add_flag("--peers", metavar="PEER,…", help="Measure these too: ddp, hvd; or none. Default: all.")
+    parser.add_flag("--peers", metavar="PEER,…", help="Measure these too: ddp, mwms, hvd; or none. Default: all.")
     parser.add_flag("--ddp-buckets", metavar="MB,…", default="10,100", help="Sizes of buckets that DDP tries too.")
     parser.add_flag("--steps", metavar="N", type=whole_number, help="Steps per round. Default: as many as fit.")
     return run_benchmark(parser, arguments, _measure)
 
 
 def _measure(flags: argparse.Namespace, console: Console) -> None:
-    models = parse_models(flags.models)
+    if flags.framework not in ALL_FRAMEWORKS:
+        raise ValueError(f"framework must be one of {', '.join(ALL_FRAMEWORKS)}, got {flags.framework!r}")
+    models = parse_models(flags.models, flags.framework)
     budget = MeasurementBudget(rounds=flags.rounds, seconds=flags.seconds, steps=flags.steps)
     ddp_buckets = parse_numbers(flags.ddp_buckets, "--ddp-buckets")
     if flags.codec not in CODECS:
         raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {flags.codec!r}")
-    setups, notes = find_setups(flags.num_ranks, CODECS[flags.codec], flags.peers, ddp_buckets)
-    render = partial(render_training_tables, caption=describe_conditions(flags.num_ranks), width=console.width)
+    setups, notes = find_setups(flags.num_ranks, CODECS[flags.codec], flags.peers, ddp_buckets, flags.framework)
+    caption = f"{flags.framework}, {describe_conditions(flags.num_ranks)}"
+    render = partial(render_training_tables, caption=caption, width=console.width)
     with BenchmarkDisplay(console, render, flags.json) as display:
         for note in notes:
             display.print_note(note)
@@ -91,42 +108,61 @@ class TrainingSetup(MeasuredLibrary):
     """DDP: gradients are views of its buckets, and it sends no buffers (ronde sends none either)."""
     bucket_mb: int | None = None
     """DDP: size of its buckets; None: its default, which is 1 MB for the first and 25 MB for the others."""
+    loop: str = CUSTOM
+    """Keras: a training loop of one's own, or fit()."""
+
+    def options(self) -> dict[str, Any]:
+        """What a rank needs to know."""
+        if self.framework:
+            return {"codec": self.codec, "loop": self.loop}
+        return {"codec": self.codec, "view": self.view, "bucket_mb": self.bucket_mb}
 
 
 def find_setups(
-    size: int, codec: str | None, peers: str | None, buckets_mb: Sequence[int]
+    size: int, codec: str | None, peers: str | None, buckets_mb: Sequence[int], framework: str = TORCH
 ) -> tuple[list[TrainingSetup], list[str]]:
     """What is measured, and notes about what is left out: one process alone, `size` without communication, `size` that
-    only wait for each other, ronde, and the peers: `ddp,hvd`, or `none`; None: all."""
-    if not is_installed("torch"):
-        raise RondeError("ronde bench train needs PyTorch: pip install torch")
-    wanted = set(PEERS) if peers is None else {name.strip() for name in peers.split(",") if name.strip()} - {"none"}
+    only wait for each other, ronde, and the peers: `ddp,hvd`, or `none`; None: all. Keras also trains in fit(), alone
+    and with ronde."""
+    package, title = REQUIRED[framework]
+    if not is_installed(package):
+        raise RondeError(f"ronde bench train --framework {framework} needs {title}: pip install {package}")
+    known = PEERS[framework]
+    wanted = set(known) if peers is None else {name.strip() for name in peers.split(",") if name.strip()} - {"none"}
     for name in sorted(wanted):
-        if name not in PEERS:
-            raise ValueError(f"no such peer: {name!r}; there are {', '.join(PEERS)}, none")
+        if name not in known:
+            raise ValueError(f"no such peer of {framework}: {name!r}; there are {', '.join(known)}, none")
+    make = partial(TrainingSetup, framework="" if framework == TORCH else framework)
     setups = [
-        TrainingSetup(ALONE, APART, size=1),
-        TrainingSetup(APART, APART, size=size),
-        TrainingSetup(LOCKSTEP, LOCKSTEP, size=size),
-        TrainingSetup(RONDE, RONDE, size=size, codec=codec),
+        make(ALONE, APART, size=1),
+        make(APART, APART, size=size),
+        make(LOCKSTEP, LOCKSTEP, size=size),
+        make(RONDE, RONDE, size=size, codec=codec),
     ]
+    if framework == KERAS:
+        setups += [
+            make(FIT_ALONE, APART, size=1, loop=FIT),
+            make(FIT, RONDE, size=size, codec=codec, loop=FIT),
+        ]
     notes = []
     if codec == "bfloat16" and wanted:
         codec = "float16"
         notes.append("only ronde sends bfloat16 here; the others send float16, which has as many bits")
     if HOROVOD in wanted and is_installed("horovod"):
-        setups.append(TrainingSetup(HOROVOD, HOROVOD, size=size, codec=codec))
+        setups.append(make(HOROVOD, HOROVOD, size=size, codec=codec))
     elif HOROVOD in wanted:
         reason = f"ronde-horovod is not installed; {HOW_TO_GET_HOROVOD}"
         if peers is not None:
             raise ValueError(reason)
         notes.append(f"{HOROVOD} is left out: {reason}")
+    if MWMS in wanted:  # it sends gradients as they are
+        setups.append(make(MWMS, MWMS, size=size))
     if DDP in wanted:
         # As it is, without copies, and with other sizes of buckets: ronde is compared with the best of them.
-        setups.append(TrainingSetup(DDP, DDP, size=size, codec=codec))
+        setups.append(make(DDP, DDP, size=size, codec=codec))
         for mb in (None, *dict.fromkeys(buckets_mb)):
             name = f"{DDP}-view" if mb is None else f"{DDP}-view-{mb}MB"
-            setups.append(TrainingSetup(name, DDP, size=size, codec=codec, view=True, bucket_mb=mb))
+            setups.append(make(name, DDP, size=size, codec=codec, view=True, bucket_mb=mb))
     return setups, notes
 
 
@@ -135,6 +171,9 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
 
     impl: str
     op: str = "train"
+    framework: str = TORCH
+    loop: str = CUSTOM
+    """A training loop of its own, or Keras' fit()."""
     model: str
     ranks: int
     batch: int
@@ -146,18 +185,23 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
     """Of all ranks together: the median over rounds."""
     step_us: float
     """The median over all steps."""
-    backward_us: float
-    """Of backward(), in which gradients are exchanged: the median over all steps."""
+    backward_us: float | None = None
+    """Of backward(), in which gradients are exchanged: the median over all steps. None where it is part of a graph."""
+    cpu_us: float | None = None
+    """Processor time of a rank per step: the median over rounds and ranks. It says more than the time on a machine that
+    is busy with other things."""
     efficiency: float | None = None
-    """samples_per_s divided by that of one process alone times the ranks."""
+    """samples_per_s divided by that of one process alone, in the same kind of loop, times the ranks."""
     overhead_us: float | None = None
     """step_us less that of as many processes that do not communicate."""
     above_lockstep_us: float | None = None
     """step_us less that of as many ranks that only wait for each other in every step."""
-    vs_ddp: float | None = None
-    """samples_per_s divided by that of the best DDP."""
+    vs_peer: float | None = None
+    """samples_per_s divided by that of the best peer: DDP, or MultiWorkerMirroredStrategy."""
     vs_ronde: float | None = None
     """samples_per_s divided by that of ronde."""
+    vs_custom_loop: float | None = None
+    """Of fit(): its efficiency divided by that of ronde in a custom loop."""
     memory_mb: float | None = None
     """Most memory during a step, mean over ranks, in MiB; files left out, and what ranks share counted once."""
     rss_mb: float | None = None
@@ -176,14 +220,13 @@ class TrainingCase(BenchmarkCase):
     def setup(self) -> None:
         """Build the network, train one step, and check that all ranks have equal gradients then."""
         setup = self.training_setup
-        options = {"codec": setup.codec, "view": setup.view, "bucket_mb": setup.bucket_mb}
         replies = self.pool.request(
             f"preparing {self.work}",
             Deadline(2 * REPLY_TIMEOUT_S),
             do="prepare_training",
             work=self.work,
             batch=self.batch,
-            options=options,
+            options=setup.options(),
         )
         communicates = setup.library not in (APART, LOCKSTEP)
         if communicates and len({reply["checksum"] for reply in replies}) > 1:
@@ -203,23 +246,28 @@ class TrainingCase(BenchmarkCase):
             sum(1e9 * self.batch * len(reply["took_ns"]) / max(1, sum(reply["took_ns"])) for reply in replies)
             for replies in self.rounds
         ]
-        step_us, backward_us = (
-            statistics.median(took for replies in self.rounds for reply in replies for took in reply[key]) / 1e3
-            for key in ("took_ns", "backward_ns")
-        )
+        step_us, backward_us, cpu_us = map(self._find_median_us, ("took_ns", "backward_ns", "cpu_ns"))
         return TrainingResult(
             impl=self.training_setup.name,
+            framework=self.training_setup.framework or TORCH,
+            loop=self.training_setup.loop,
             model=self.work,
             ranks=self.training_setup.size,
             batch=self.batch,
             codec=self.training_setup.codec,
             num_steps=sum(len(replies[0]["took_ns"]) for replies in self.rounds),
             samples_per_s=round(statistics.median(rates), 3),
-            step_us=round(step_us, 3),
-            backward_us=round(backward_us, 3),
+            step_us=step_us or 0.0,
+            backward_us=backward_us,
+            cpu_us=cpu_us,
             memory_mb=self.memory_mb,
             rss_mb=self.rss_mb,
         )
+
+    def _find_median_us(self, key: str) -> float | None:
+        """The median over all steps of what ranks measure under this key; None if they do not."""
+        took_ns = [took for replies in self.rounds for reply in replies for took in reply.get(key, ())]
+        return round(statistics.median(took_ns) / 1e3, 3) if took_ns else None
 
 
 def measure_training(
@@ -236,50 +284,71 @@ def measure_training(
     return compare([case.result() for case in cases if case.pool in runner.pools])
 
 
-def best_ddp(results: Sequence[TrainingResult]) -> TrainingResult | None:
-    """The fastest of the ways to train one network with DDP; None without one."""
-    ddp = [result for result in results if result.impl.startswith(DDP)]
-    return max(ddp, key=lambda result: result.samples_per_s, default=None)
+def best_peer(results: Sequence[TrainingResult]) -> TrainingResult | None:
+    """The fastest of the peers' ways to train one network; None without one."""
+    peers = [result for result in results if result.impl.startswith((DDP, MWMS))]
+    return max(peers, key=lambda result: result.samples_per_s, default=None)
 
 
 def compare(results: Sequence[TrainingResult]) -> list[TrainingResult]:
     """The results of one network, with the fields that compare them filled in."""
     of = {result.impl: result for result in results}
-    alone, apart, lockstep = of.get(ALONE), of.get(APART), of.get(LOCKSTEP)
-    ronde, ddp = of.get(RONDE), best_ddp(results)
+    apart, lockstep = of.get(APART), of.get(LOCKSTEP)
+    ronde, peer = of.get(RONDE), best_peer(results)
 
     def ratio(result: TrainingResult, other: TrainingResult | None, times: int = 1) -> float | None:
         return round(result.samples_per_s / (times * other.samples_per_s), 4) if other else None
 
-    return [
-        msgspec.structs.replace(
-            result,
-            efficiency=ratio(result, alone, result.ranks),
-            # The one alone has the machine to itself: its step is not comparable with one beside others.
-            overhead_us=round(result.step_us - apart.step_us, 3) if apart and result is not alone else None,
-            above_lockstep_us=round(result.step_us - lockstep.step_us, 3)
-            if lockstep and result not in (alone, apart)
-            else None,
-            vs_ddp=ratio(result, ddp),
-            vs_ronde=ratio(result, ronde),
+    def efficiency(result: TrainingResult) -> float | None:
+        return ratio(result, of.get(FIT_ALONE if result.loop == FIT else ALONE), result.ranks)
+
+    def difference_us(result: TrainingResult, other: TrainingResult | None) -> float | None:
+        # One that is alone has the machine to itself: its step is not comparable with one beside others. And fit()
+        # does other things in a step than the loops without communication.
+        is_comparable = result.impl not in (ALONE, FIT_ALONE) and result.loop == CUSTOM
+        return round(result.step_us - other.step_us, 3) if other and is_comparable else None
+
+    compared = []
+    for result in results:
+        own, custom = efficiency(result), efficiency(ronde) if ronde else None
+        compared.append(
+            msgspec.structs.replace(
+                result,
+                efficiency=own,
+                overhead_us=difference_us(result, apart),
+                above_lockstep_us=difference_us(result, lockstep) if result is not apart else None,
+                vs_peer=ratio(result, peer),
+                vs_ronde=ratio(result, ronde),
+                vs_custom_loop=round(own / custom, 4) if result.impl == FIT and own and custom else None,
+            )
         )
-        for result in results
-    ]
+    return compared
 
 
 HEADINGS = (
     "",
     "samples/s",
     "step",
+    "CPU",
     "over-\nhead",
     "above\nlockstep",
     "effi-\nciency",
-    "against\nbest DDP",
+    "against\nbest peer",
     "against\nronde",
+    "scaling against\ncustom loop",
     "MiB",
     "peak\nRSS",
 )
-COLUMN_DROP_ORDER = ("peak\nRSS", "MiB", "against\nronde", "over-\nhead", "above\nlockstep", "effi-\nciency", "step")
+COLUMN_DROP_ORDER = (
+    "CPU",
+    "peak\nRSS",
+    "MiB",
+    "against\nronde",
+    "over-\nhead",
+    "above\nlockstep",
+    "effi-\nciency",
+    "step",
+)
 """Which columns a narrow terminal does without, the first one first."""
 
 
@@ -294,7 +363,7 @@ def render_training_tables(results: Sequence[TrainingResult], caption: str = "",
 
 def _render_table(rows: list[TrainingResult], width: int) -> Table:
     """The columns that have something to show, as far as they fit."""
-    model, best = MODELS[rows[0].model], best_ddp(rows)
+    model, best = MODELS[rows[0].model], best_peer(rows)
     cells = [_make_cells(row, row is best) for row in rows]
     title = Text(f"{model.name}: {model.description}, batch {rows[0].batch}", style="bold")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
@@ -312,21 +381,25 @@ def _render_table(rows: list[TrainingResult], width: int) -> Table:
     return table
 
 
-def _make_cells(row: TrainingResult, is_best_ddp: bool) -> dict[str, str]:
+def _make_cells(row: TrainingResult, is_best_peer: bool) -> dict[str, str]:
     """The texts of a row by heading, without those that there is nothing to say about."""
     cells = {"": row.impl, "samples/s": f"{row.samples_per_s:,.1f}", "step": format_microseconds(row.step_us)}
+    if row.cpu_us is not None:
+        cells["CPU"] = format_microseconds(row.cpu_us)
     if row.overhead_us is not None:
         cells["over-\nhead"] = _format_difference(row.overhead_us)
     if row.above_lockstep_us is not None and row.impl != LOCKSTEP:
         cells["above\nlockstep"] = _format_difference(row.above_lockstep_us)
     if row.efficiency is not None:
         cells["effi-\nciency"] = f"{row.efficiency:.0%}"
-    if is_best_ddp:
-        cells["against\nbest DDP"] = "best DDP"
-    if row.vs_ddp is not None and row.impl in (RONDE, HOROVOD):
-        cells["against\nbest DDP"] = format_ratio(row.vs_ddp)
-    if row.vs_ronde is not None and row.impl == HOROVOD:
+    if is_best_peer:
+        cells["against\nbest peer"] = "best peer"
+    if row.vs_peer is not None and row.impl in (RONDE, HOROVOD, FIT):
+        cells["against\nbest peer"] = format_ratio(row.vs_peer)
+    if row.vs_ronde is not None and row.impl in (HOROVOD, FIT):
         cells["against\nronde"] = f"{row.vs_ronde:.2f} ×"
+    if row.vs_custom_loop is not None:
+        cells["scaling against\ncustom loop"] = f"{row.vs_custom_loop:.2f} ×"
     for heading, mb in (("MiB", row.memory_mb), ("peak\nRSS", row.rss_mb)):
         if mb is not None:
             cells[heading] = f"{mb:,.0f}"

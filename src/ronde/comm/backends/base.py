@@ -97,6 +97,8 @@ class ChannelSpec:
     """Size of each of a member's two bucket areas."""
     point_to_point: bool = False
     """Whether it is for send and receive, and for nothing else."""
+    overlapped: bool = False
+    """Whether members compute while its calls run, so that it matters how often they wait for each other."""
 
 
 class RunningCall:

@@ -119,7 +119,9 @@ class NativeBackend:
         return [seen.setdefault(self._topology.host_indices[rank], len(seen)) for rank in spec.members]
 
     def _open(self, spec: ChannelSpec, hosts: list[int], deadline: Deadline, max_announced: int = 0) -> NativeChannel:
-        sizes = (self._settings.slot_bytes, self._settings.chunk_bytes, spec.bucket_bytes)
+        # Members wait for each other in every chunk. What they compute meanwhile keeps a waiting thread from its core.
+        chunk_bytes = self._settings.slot_bytes if spec.overlapped else self._settings.chunk_bytes
+        sizes = (self._settings.slot_bytes, chunk_bytes, spec.bucket_bytes)
         params = make_channel_params(hosts, spec.member_index, *sizes, self._settings.fusion_bytes, max_announced)
         segment_bytes = load_library().rd_segment_bytes(params)
         if not segment_bytes:

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from ronde.cli.bench.models import MODELS, parse_models
+from ronde.cli.bench.tensorflow_training import NETWORKS
 
 torch = pytest.importorskip("torch")
 
@@ -26,3 +27,10 @@ def test_a_network_has_as_many_parameters_as_it_says_and_each_gets_a_gradient(na
 
 def test_networks_are_chosen_by_name_each_once() -> None:
     assert [model.name for model in parse_models("mlp, tiny,mlp")] == ["mlp", "tiny"]
+
+
+def test_a_framework_trains_the_networks_that_it_has() -> None:
+    assert [model.name for model in parse_models(None)] == list(MODELS)
+    assert [model.name for model in parse_models(None, "tensorflow")] == list(NETWORKS)
+    with pytest.raises(ValueError, match="no such model for keras: 'resnet'; there are alexnet, mlp, tiny"):
+        parse_models("mlp,resnet", "keras")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from typing import Any, cast
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from ronde.cli.bench import peers
 from ronde.cli.bench.runner import BenchmarkFailed, RankPool
 from ronde.cli.bench.train import (
     TrainingCase,
@@ -27,7 +30,7 @@ WITHOUT_GRADIENTS = ["alone", "apart", "lockstep"]
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The packages that seem to be installed."""
-    names = {"torch", "horovod"}
+    names = {"torch", "horovod", "tensorflow"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in names else None)
     return names
 
@@ -50,6 +53,47 @@ def test_ddp_takes_part_as_it_is_and_at_its_best() -> None:
 def test_peers_can_be_chosen(peers: str, chosen: list[str]) -> None:
     names = [setup.name for setup in find_setups(2, None, peers, (10,))[0]]
     assert names == [*WITHOUT_GRADIENTS, "ronde", *chosen]
+
+
+@pytest.mark.parametrize(
+    ("framework", "more"),
+    [("tensorflow", []), ("keras", [("fit-alone", "apart", 1, "fit"), ("fit", "ronde", 2, "fit")])],
+)
+def test_tensorflow_is_compared_with_its_strategy_and_keras_with_fit(
+    framework: str, more: list[tuple[str, str, int, str]], installed: set[str]
+) -> None:
+    installed.remove("torch")
+    setups, notes = find_setups(2, "float16", None, (10,), framework)
+    found = [(setup.name, setup.library, setup.size, setup.loop) for setup in setups]
+    without = [("alone", "apart", 1, "custom"), ("apart", "apart", 2, "custom"), ("lockstep", "lockstep", 2, "custom")]
+    peers = [("hvd", "hvd", 2, "custom"), ("mwms", "mwms", 2, "custom")]
+    assert found == [*without, ("ronde", "ronde", 2, "custom"), *more, *peers]
+    assert {setup.framework for setup in setups} == {framework} and notes == []
+    assert setups[3].options() == {"codec": "float16", "loop": "custom"}
+    with pytest.raises(ValueError, match=f"no such peer of {framework}: 'ddp'; there are mwms, hvd, none"):
+        find_setups(2, None, "ddp", (), framework)
+    installed.remove("tensorflow")
+    with pytest.raises(RondeError, match="pip install tensorflow"):
+        find_setups(2, None, None, (), framework)
+
+
+def test_ranks_of_a_strategy_get_a_tf_config_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_free_ports", lambda host, num_ports: tuple(range(5000, 5000 + num_ports)))
+    commands = TrainingSetup("mwms", "mwms", framework="keras").commands(2)
+    configs = [
+        json.loads(word.removeprefix("TF_CONFIG=")) for command in commands for word in command if "TF_C" in word
+    ]
+    cluster = {"worker": ["127.0.0.1:5000", "127.0.0.1:5001"]}
+    assert configs == [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(2)]
+    assert [command[-3:] for command in commands] == [("mwms.keras", str(rank), "2") for rank in range(2)]
+
+
+def test_fit_is_compared_with_fit_alone_and_its_scaling_with_that_of_the_custom_loop() -> None:
+    fit = [replace(result_of("fit-alone", 80, ranks=1), loop="fit"), replace(result_of("fit", 136), loop="fit")]
+    *_, alone, both = compare([*RESULTS[:3], *fit, result_of("mwms", 100)])[:5]
+    assert (alone.efficiency, alone.overhead_us, alone.vs_custom_loop) == (1.0, None, None)
+    assert (both.efficiency, both.overhead_us, both.vs_peer, both.vs_custom_loop) == (0.85, None, 1.36, 0.9444)
+    assert "0.94 ×" in line_with(render_training_tables([both], width=200), "fit  ")
 
 
 @pytest.mark.usefixtures("installed")
@@ -122,10 +166,10 @@ RESULTS = [
 TABLE = render_training_tables(compare(RESULTS), "2 ranks on 2 cores")
 
 
-def test_all_are_compared_with_one_process_the_best_ddp_and_ronde() -> None:
+def test_all_are_compared_with_one_process_the_best_peer_and_ronde() -> None:
     of = {result.impl: result for result in compare(RESULTS)}
     assert (of["ronde"].efficiency, of["apart"].efficiency) == (0.9, 1.0)
-    assert (of["ronde"].vs_ddp, of["ddp"].vs_ddp, of["hvd"].vs_ronde) == (1.2, 0.8, 0.95)
+    assert (of["ronde"].vs_peer, of["ddp"].vs_peer, of["hvd"].vs_ronde) == (1.2, 0.8, 0.95)
     overheads_us = {result.impl: result.overhead_us for result in of.values()}
     assert overheads_us == {"alone": None, "apart": 0, "ronde": 10, "hvd": 15, "ddp": 60, "ddp-view-10MB": 30}
 
@@ -141,14 +185,14 @@ def test_the_time_above_lockstep_is_compared_when_it_is_measured() -> None:
 
 def test_without_the_others_nothing_is_compared() -> None:
     (result,) = compare([result_of("ddp", 1)])
-    assert (result.efficiency, result.overhead_us, result.vs_ronde, result.vs_ddp) == (None, None, None, 1.0)
+    assert (result.efficiency, result.overhead_us, result.vs_ronde, result.vs_peer) == (None, None, None, 1.0)
 
 
-def test_the_table_compares_ronde_with_the_best_ddp() -> None:
+def test_the_table_compares_ronde_with_the_best_peer() -> None:
     line = line_with(TABLE, "ronde  ")
     assert all(text in line for text in ("180.0", "100.0 µs", "10.0 µs", "90%", "1.20 ×"))
-    assert "best DDP" in line_with(TABLE, "ddp-view-10MB")
-    assert "best DDP" not in line_with(TABLE, "ddp  ")
+    assert "best peer" in line_with(TABLE, "ddp-view-10MB")
+    assert "best peer" not in line_with(TABLE, "ddp  ")
     assert all(text in line_with(TABLE, "hvd  ") for text in ("1.14 ×", "0.95 ×"))
     assert line_with(TABLE, "mlp: 784-512-512-10, batch 64") and line_with(TABLE, "2 ranks on 2 cores")
 
@@ -157,5 +201,5 @@ def test_a_column_without_values_is_left_out_and_an_overhead_below_zero_is_shown
     rows = compare(RESULTS[:3])
     table = render_training_tables([*rows[:2], msgspec.structs.replace(rows[2], overhead_us=-1500.0)])
     heading = line_with(table, "samples/s")
-    assert "RSS" not in heading and "DDP" not in heading
+    assert "RSS" not in heading and "peer" not in heading
     assert "-1.50 ms" in line_with(table, "ronde  ")

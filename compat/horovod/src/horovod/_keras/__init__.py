@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ronde.keras
@@ -12,9 +12,10 @@ from horovod.common.exceptions import translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.common.util import split_list
 from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompressor
+from horovod.tensorflow.elastic import reductions
 from horovod.tensorflow.gradients import check_groups
 from horovod.tensorflow.mpi_ops import OPS, Average, Sum
-from horovod.tensorflow.util import contains
+from horovod.tensorflow.util import contains, lr_variable
 from ronde.keras.gradients import KerasGradientReduction
 from ronde.keras.optimizer import DistributedBase
 
@@ -52,6 +53,7 @@ class HorovodKerasReduction(KerasGradientReduction):
         self.local_variables: list[Any] = []
         self._plain_settings = reduction_arguments[0]
         self._arguments = arguments
+        reductions.add(self)
 
     def reduce(
         self,
@@ -167,8 +169,9 @@ class HorovodOptimizer(DistributedBase):
 
     @property
     def lr(self) -> Any:
-        """The learning rate, as Keras 2 called it."""
-        return self.learning_rate
+        """The learning rate, as Keras 2 called it: TensorFlow's variable, which `K.set_value(opt.lr, x)` takes. Keras 3
+        fails there with a variable of its own."""
+        return lr_variable(self.learning_rate)
 
     @lr.setter
     def lr(self, value: Any) -> None:
@@ -264,19 +267,3 @@ def _add_horovods_names(optimizer: Any, arguments: HorovodArguments) -> Any:
         facts["iterations"] = base.iterations
     object.__setattr__(optimizer, "__class__", type(base.__name__, (HorovodOptimizer, base), facts))
     return optimizer
-
-
-def load_model(
-    keras: Any,
-    wrap_optimizer: Callable[[Any], Any],
-    filepath: Any,
-    custom_optimizers: Any,
-    custom_objects: Any,
-    legacy_opts: bool = False,
-) -> Any:
-    """Load a model that model.save() has written, and let wrap_optimizer() make its optimizer distributed."""
-    known = {kind.__name__: kind for kind in custom_optimizers or ()}
-    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
-    if getattr(model, "optimizer", None) is not None:
-        model.optimizer = wrap_optimizer(model.optimizer)
-    return model

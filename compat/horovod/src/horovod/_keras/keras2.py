@@ -18,6 +18,17 @@ def is_keras_2(thing: Any) -> bool:
     return any(kind.__module__.split(".")[0] == "tf_keras" for kind in type(thing).__mro__)
 
 
+def evaluate(operation: Any) -> Any:
+    """The tensor itself, eagerly and in tf.function. In a graph of TensorFlow 1, what Keras' session computes."""
+    if tf.executing_eagerly() or tf.inside_function():
+        return operation
+    backend = tf.compat.v1.keras.backend
+    session = backend.get_session() if hasattr(backend, "get_session") else tf.compat.v1.get_default_session()
+    if session is None:
+        raise ValueError("in a graph this needs a session: use `with session:`, Keras 3 has none of its own")
+    return session.run(operation)
+
+
 class Keras2Optimizer:
     """What an optimizer's class of Keras 2 gets in addition."""
 

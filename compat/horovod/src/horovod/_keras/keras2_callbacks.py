@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import horovod.tensorflow as hvd
 import ronde.tensorflow
+from horovod._keras.keras2 import evaluate
 from horovod.tensorflow.util import contains, tensorflow_variable
 from ronde.training.learning_rate import warmup
 
@@ -38,11 +39,10 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]  # Tenso
         """Broadcast once; the first batch has made all variables."""
         if self.broadcast_done:
             return
-        hvd.broadcast_variables(
-            [each for each in self.model.variables if not contains(self._local_variables, each)], self.root_rank
-        )
+        shared = [each for each in self.model.variables if not contains(self._local_variables, each)]
         found = self.model.optimizer.variables
-        hvd.broadcast_variables(list(found() if callable(found) else found), self.root_rank)
+        for variables in (shared, list(found() if callable(found) else found)):
+            evaluate(hvd.broadcast_variables(variables, self.root_rank))
         self.broadcast_done = True
 
 
@@ -93,6 +93,9 @@ class LearningRateScheduleCallback(Callback):  # type: ignore[misc]  # TensorFlo
     def on_train_begin(self, logs: Any = None) -> None:
         """Find out how many batches an epoch has."""
         self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
+        samples, batch_size = self.params.get("samples"), self.params.get("batch_size")
+        if not self.steps_per_epoch and samples and batch_size:  # of a graph
+            self.steps_per_epoch = -(-samples // batch_size)
         if not self.staircase and not self.steps_per_epoch:
             raise ValueError(
                 "steps_per_epoch is needed: Keras does not know how many batches an epoch of this data has"
@@ -161,14 +164,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 def get_number(value: Any) -> float:
-    return float(value.numpy() if hasattr(value, "numpy") else value)
+    return float(tf.keras.backend.get_value(value))
 
 
 def set_number(optimizer: Any, name: str, value: float) -> None:
     """Set a hyperparameter, which is a variable or a number."""
     found = getattr(optimizer, name)
     if hasattr(found, "assign"):
-        found.assign(value)
+        tf.keras.backend.set_value(found, value)
     else:
         setattr(optimizer, name, value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import tensorflow as tf
@@ -13,11 +14,14 @@ from horovod.common.elastic import ObjectState, run_fn
 from horovod.tensorflow.errors import internal_errors
 from horovod.tensorflow.functions import broadcast_object, broadcast_variables
 from horovod.tensorflow.mpi_ops import rank, rejoin
-from horovod.tensorflow.util import _executing_eagerly
+from horovod.tensorflow.util import _executing_eagerly, lr_variable
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 R = TypeVar("R")
+
+reductions: WeakSet[Any] = WeakSet()
+"""What averages the gradients of Keras optimizers and counts steps. A new process begins at 0, so all others do."""
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
@@ -33,7 +37,12 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
         with internal_errors():
             return func(state, *args, **kwargs)
 
-    return run_fn(train, rejoin)
+    def join_next_round() -> None:
+        rejoin()
+        for reduction in reductions:
+            reduction.reset()
+
+    return run_fn(train, join_next_round)
 
 
 class TensorFlowState(ObjectState):
@@ -96,6 +105,10 @@ class TensorFlowKerasState(ObjectState):
             )
         self.model = model
         self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        rate = lr_variable(getattr(self.optimizer, "_learning_rate", None))
+        if hasattr(rate, "assign") and not hasattr(self.optimizer, "lr"):
+            # Reset callbacks call opt.lr.assign(), as Keras 2 had it. Set past Keras, which would track it once more.
+            object.__setattr__(self.optimizer, "lr", rate)
         self._values: list[Any] = []
         super().__init__(broadcast_object, rank, **kwargs)
         self._save_variables()

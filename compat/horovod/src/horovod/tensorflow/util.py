@@ -53,3 +53,10 @@ def contains(variables: Iterable[Any], variable: Any) -> bool:
     """Whether the variable is among these, as itself or as that inside of a variable of Keras."""
     wanted = tensorflow_variable(variable)
     return any(tensorflow_variable(each) is wanted for each in variables)
+
+
+def lr_variable(rate: Any) -> Any:
+    """A learning rate of Keras 3 as Keras 2 had it: a variable of TensorFlow, which tf.keras.backend.set_value() takes,
+    too. What is no variable, such as that of a schedule, stays as it is."""
+    value = tensorflow_variable(rate)
+    return value if hasattr(value, "assign") else rate

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 import horovod.tensorflow as hvd
 from horovod._keras import create_distributed_optimizer
-from horovod._keras import load_model as _load_model
+from horovod._keras.keras2 import evaluate
+from horovod._keras.saved_models import load_model as _load_model
 from horovod.common.exceptions import translate_errors
 from horovod.tensorflow import (
     Average,
@@ -128,9 +129,8 @@ def DistributedOptimizer(
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Return the operation that gives the root's values to all global variables of a graph; see hvd.callbacks for
-    models."""
-    return hvd.broadcast_global_variables(root_rank)
+    """Give the root's values to all global variables of the graph; see hvd.callbacks for models."""
+    return evaluate(hvd.broadcast_global_variables(root_rank))
 
 
 def allreduce(
@@ -142,31 +142,33 @@ def allreduce(
     op: int | None = None,
     compression: type[Compressor] | Compressor = Compression.none,
 ) -> Any:
-    """The reduction of a value, such as a number or an array, over all ranks, as a tensor."""
-    return hvd.allreduce(
-        tf.constant(value),
-        average=average,
-        compression=compression,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        name=name,
+    """The reduction of a value, such as a number or an array, over all ranks, as a tensor. In a graph, an array."""
+    return evaluate(
+        hvd.allreduce(
+            tf.constant(value),
+            average=average,
+            compression=compression,
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            name=name,
+        )
     )
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """The rows of all ranks' values."""
-    return hvd.allgather(tf.constant(value), name=name)
+    return evaluate(hvd.allgather(tf.constant(value), name=name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """The root's value."""
-    return hvd.broadcast(tf.constant(value), root_rank, name=name)
+    return evaluate(hvd.broadcast(tf.constant(value), root_rank, name=name))
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
     """This rank's rows of the reduction of a value."""
-    return hvd.reducescatter(tf.constant(value), op=op, name=name)
+    return evaluate(hvd.reducescatter(tf.constant(value), op=op, name=name))
 
 
 def load_model(
@@ -182,4 +184,4 @@ def load_model(
         return DistributedOptimizer(optimizer, compression=compression)
 
     with translate_errors():
-        return _load_model(tf.keras, wrap_optimizer, filepath, custom_optimizers, custom_objects, legacy_opts)
+        return _load_model(tf.keras, wrap_optimizer, filepath, custom_optimizers, custom_objects)

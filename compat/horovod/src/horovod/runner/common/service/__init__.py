@@ -1,0 +1,1 @@
+"""Services that the processes of a job talk to."""
