@@ -235,33 +235,49 @@ def _reduce_dense(reduction: DenseReduction, gradients: Sequence[Any]) -> list[A
         for name, each in zip(reduction.names, wires, strict=True)
     ]
     buckets = plan_buckets(parameters, reduction)
-    if not tf.executing_eagerly() and (ops := get_graph_ops()) is not None:
-        reduced = _add_bucket_nodes(ops, reduction.members, reduction.plan, wires, buckets)
-    else:
-
-        def forward(*wires: Any) -> tuple[list[Any], Any]:
-            def backward(*grads: Any) -> list[Any]:
-                check_has_gradient(reduction.settings.op)
-                plan = backward_name(reduction.plan) or ""
-                return _reduce_dense(reduction._replace(plan=plan, wire=None), grads)
-
-            reduce = _reduce_eagerly if tf.executing_eagerly() else _add_python_reduction
-            return reduce(reduction.members, reduction.plan, list(wires), buckets), backward
-
-        reduced = differentiable(forward, wires)
+    reduced = _reduce_wires(reduction.members, reduction.plan, wires, buckets)
     return [
         each if each.dtype == gradient.dtype else tf.cast(each, gradient.dtype)
         for each, gradient in zip(reduced, gradients, strict=True)
     ]
 
 
-def check_has_gradient(op: str | Op) -> None:
-    """NotImplementedError for a gradient of gradients that were not summed or averaged."""
-    if parse_op(op) not in (Op.SUM, Op.MEAN):
+def _reduce_wires(members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
+    """What is in buckets is reduced, and differentiable; the rest, which has no elements, stays."""
+    if not tf.executing_eagerly() and (ops := get_graph_ops()) is not None:
+        return _add_bucket_nodes(ops, members, plan, wires, buckets)
+
+    def forward(*wires: Any) -> tuple[list[Any], Any]:
+        def backward(*grads: Any) -> list[Any]:
+            results = list(grads)
+            for number, bucket in enumerate(buckets):
+                given = [grads[index] for index in bucket.indices]
+                reduced = _reduce_backward(members, f"{plan}.{number}", bucket.signature, given)
+                for index, each in zip(bucket.indices, reduced, strict=True):
+                    results[index] = each
+            return results
+
+        reduce = _reduce_eagerly if tf.executing_eagerly() else _add_python_reduction
+        return reduce(members, plan, list(wires), buckets), backward
+
+    return list(differentiable(forward, wires))
+
+
+def _reduce_backward(members: Group, plan: str, signature: Signature, grads: list[Any]) -> list[Any]:
+    """The gradients of a bucket of reduced gradients: reduced in the same way, as a plan of its own."""
+    if signature.op not in (Op.SUM, Op.MEAN):
         raise NotImplementedError(
-            f"gradients that were reduced with op={parse_op(op).name.lower()!r} have no gradients themselves; use "
+            f"gradients that were reduced with op={signature.op.name.lower()!r} have no gradients themselves; use "
             "op='mean' or 'sum', or compute what needs second derivatives before they are reduced"
         )
+    description = f"backward of {signature.description}"
+    named = msgspec.structs.replace(
+        signature,
+        description=shorten(description, MAX_DESCRIPTION_BYTES),
+        hash=hash_signature(f"{description} {signature.hash}"),
+    )
+    bucket = PlannedBucket(tuple(range(len(grads))), named, sum(each.shape.num_elements() for each in grads))
+    return _reduce_wires(members, backward_name(plan) or "", grads, [bucket])
 
 
 def _to_wire(gradient: Any, wire: Any) -> Any:
@@ -306,27 +322,25 @@ def _add_bucket_nodes(
 
 @tf.RegisterGradient("RondeFinishBucket")  # type: ignore[untyped-decorator]  # TensorFlow has no types
 def _reduce_gradients_of_bucket(finish: Any, *grads: Any) -> list[Any]:
-    """The gradients of reduced gradients are reduced in the same way, each bucket as a plan of its own."""
     start = finish.inputs[0].op
-    forward = msgspec.json.decode(start.get_attr("operation"), type=GraphOperation)
-    op, (prescale, postscale) = Op(start.get_attr("op")), map(float, start.get_attr("scales").split())
-    check_has_gradient(op)
+    operation = msgspec.json.decode(start.get_attr("operation"), type=GraphOperation)
+    prescale, postscale = map(float, start.get_attr("scales").split())
     inputs = list(start.inputs)
-    wires = [tf.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=True)]
-    shapes = tuple(tuple(x.shape.as_list()) for x in inputs)
-    dtype = DType[inputs[0].dtype.name.upper()]
-    signature = get_signature(OperationKind.ALLREDUCE, dtype, shapes, CallOptions(op, prescale, postscale))
-    description = f"backward of {start.get_attr('description').decode()}"
-    named = msgspec.structs.replace(
+    given = [tf.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=True)]
+    signature = get_signature(
+        OperationKind.ALLREDUCE,
+        DType[inputs[0].dtype.name.upper()],
+        tuple(tuple(x.shape.as_list()) for x in inputs),
+        CallOptions(Op(start.get_attr("op")), prescale, postscale),
+    )
+    forward = msgspec.structs.replace(
         signature,
         label="bucket",
-        description=shorten(description, MAX_DESCRIPTION_BYTES),
-        hash=hash_signature(f"{description} {start.get_attr('signature')}"),
+        description=start.get_attr("description").decode(),
+        hash=int(np.int64(start.get_attr("signature")).astype(np.uint64)),
     )
-    bucket = PlannedBucket(tuple(range(len(wires))), named, start.get_attr("count"))
-    plan = backward_name(f"{forward.name}.{start.get_attr('bucket')}") or ""
-    reduced = _add_bucket_nodes(get_graph_ops(), group_of(forward), plan, wires, [bucket])
-    return [*reduced, None]
+    plan = f"{operation.name}.{start.get_attr('bucket')}"
+    return [*_reduce_backward(group_of(operation), plan, forward, given), None]
 
 
 @tf.RegisterGradient("RondeStartBucket")  # type: ignore[untyped-decorator]
