@@ -17,7 +17,7 @@ else:
 
 
 class SyncBatchNormalization(_Base):  # type: ignore[misc]  # Keras has no types
-    """Keras' BatchNormalization with mean and variance of all ranks' batches. With Keras 2 these are of the same size."""
+    """Keras' BatchNormalization with mean and variance of all ranks' batches. With Keras 2 these have the same size."""
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused in (True, None):
