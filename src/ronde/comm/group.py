@@ -498,9 +498,7 @@ class Group:
         self._num_reducers += 1
         return self._num_reducers
 
-    def open_plan_channel(
-        self, bucket_bytes: int, name: str, *, overlapped: bool = False, number: int = 0
-    ) -> Channel:
+    def open_plan_channel(self, bucket_bytes: int, name: str, *, overlapped: bool = False, number: int = 0) -> Channel:
         # A channel for one plan. All members open those of one name, which may be empty, in the same order; or they
         # give a number, under which it is opened once and can be tried again. The options are those of ChannelSpec.
         if not number:

@@ -24,13 +24,13 @@ from ronde.comm.backends.base import RunningCall
 from ronde.comm.buffers import address_of
 from ronde.comm.call import MAX_DESCRIPTION_BYTES, CallOptions, Signature, Span, get_signature, hash_signature
 from ronde.comm.group import Group
-from ronde.comm.world import resolve_group
 from ronde.tensorflow.collectives import DTYPES, allreduce_slices, as_array, as_tensor
 from ronde.tensorflow.graph_operations import (
     add_python_node,
     find_call_site,
     get_graph_ops,
     get_world_can_change,
+    resolve_group,
     run_independently,
     unique_in_graph,
     without_autograph,
