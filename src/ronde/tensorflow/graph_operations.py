@@ -32,12 +32,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import tensorflow as tf
 
+from ronde.comm.group import Group
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
 from ronde.tensorflow.graph_errors import describe_error
 from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import (
     NUMBERS,
+    check_group,
     find_group,
     get_ops,
     group_of,
@@ -82,6 +84,13 @@ def without_autograph(function: _Function) -> _Function:
     """A decorator of functions that users call while a graph is built: AutoGraph leaves them as they are."""
     converted: _Function = tf.autograph.experimental.do_not_convert(function)
     return converted
+
+
+def resolve_group(group: Group | None) -> Group:
+    """The group, or that of all ranks. In a graph, one of an earlier round is an error."""
+    if group is not None and not tf.executing_eagerly():
+        check_group(group)
+    return current_world("a TensorFlow operation").group if group is None else group
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

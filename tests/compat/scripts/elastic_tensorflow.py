@@ -59,7 +59,7 @@ if IS_KERAS:
     model = tf.keras.Sequential([tf.keras.layers.InputLayer((1,)), dense])
     optimizer = tf.keras.optimizers.SGD(1.0)
     variables = model.trainable_variables
-    state: Any = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
 else:
     variables = [tf.Variable(0.0)]
     state = hvd.elastic.TensorFlowState(variables, batch=0)
