@@ -39,19 +39,23 @@ def reduce_gradients(
     name: str,
     when: Any = None,
     parameters: Sequence[Any] = (),
+    check: Callable[[], None] | None = None,
     is_compared: Callable[[], bool] = lambda: False,
     compare: Callable[[list[Array]], None] = lambda _: None,
 ) -> list[Any]:
     """Return the gradients, reduced over the members of the group; collective. `options` are those of an allreduce.
 
     `when` is a boolean of JAX: the gradients are only reduced if it holds, as it must on all members alike.
-    After each reduction `is_compared` is called; when it returns True, `compare` gets the parameters.
+    `check` is called after each reduction, and may raise. Then `is_compared` is called; when it returns True, `compare`
+    gets the parameters.
     """
 
     def reduce_on_host(*arrays: Any) -> tuple[list[Array], np.bool_]:
         mine = [np.array(each) for each in arrays]
         with keep_errors():
             allreduce_arrays(resolve_group(group), mine, options, name)
+            if check is not None:
+                check()
         return mine, np.bool_(is_compared())
 
     def reduce(*gradients: Any) -> list[Any]:

@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from ronde.comm import objects
 from ronde.comm.collectives import mark_step
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
 from ronde.elastic.state import State
+from ronde.keras.optimizer import DistributedBase
 from ronde.keras.variables import broadcast_parameters, variables_of
 from ronde.text import format_rank_answers
 from ronde.training.data_position import DataPosition
@@ -55,6 +57,8 @@ class BroadcastInitialState(keras.callbacks.Callback):
         model = self.model
         if all(compare_numbers(members, self.params, is_built(model))):
             self._broadcast()
+        elif isinstance(model.optimizer, DistributedBase):  # before that, the ranks may differ
+            model.optimizer.gradient_reduction.compare_after(int(model.steps_per_execution))
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Broadcast before the second batch, if the first one has built the model."""
@@ -206,9 +210,16 @@ class MetricAverage(keras.callbacks.Callback):
             return
         trained = count_samples(self.model) if self._num_trained is None else self._num_trained
         validated = 1.0 if self._num_validated is None else self._num_validated
-        numbers = {name: float(value) for name, value in sorted(logs.items()) if isinstance(value, int | float)}
+        numbers = {name: float(value) for name, value in sorted(logs.items()) if is_number(value)}
         counts = {name: validated if name.startswith("val_") else trained for name in numbers}
         logs.update(average_metrics(numbers, count=counts, group=self._group))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric is one number: of Python, of NumPy or in a tensor."""
+    if isinstance(value, int | float | np.number):
+        return True
+    return hasattr(value, "dtype") and getattr(value, "shape", None) == () and not isinstance(value, np.bool_)
 
 
 def count_samples(model: Any) -> float:

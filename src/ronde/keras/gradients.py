@@ -7,7 +7,8 @@ tensorflow   buckets in the graph, which travel while the backward pass runs (ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,10 +16,11 @@ import keras
 import numpy as np
 
 from ronde.comm.buffers import Array
+from ronde.comm.call import mismatch_error
 from ronde.comm.collectives import mark_step
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
-from ronde.keras.variables import checksum_arrays
+from ronde.keras.variables import checksum_arrays, common_name
 from ronde.training.agreement import fingerprint
 from ronde.training.gradient_settings import GradientSettings
 from ronde.training.sync_check import checksum_bytes, compare_checksums
@@ -26,7 +28,8 @@ from ronde.types import parse_op
 
 CODECS = ("float16", "bfloat16")
 FIRST_COMPARED_STEP = 2
-"""The first step that can be compared: a model that its first batch builds is broadcast after that batch."""
+"""The first step that is compared, unless a model is broadcast later: one that its first batch builds is broadcast
+after that batch, or after all batches of the first call of its training function."""
 ADVICE = (
     ". Add ronde.keras.callbacks.BroadcastInitialState() to the callbacks of fit(), or call "
     "ronde.keras.broadcast_parameters(model) before training, on all ranks, or let all of them load the same "
@@ -47,6 +50,7 @@ class KerasGradientReduction:
         self._num_steps = 0
         self._step_variable: Any = None  # on TensorFlow, where Python does not run in every step
         self._compared_variables: Sequence[Any] = ()
+        self._first_compared_step = FIRST_COMPARED_STEP
 
     def reset(self) -> None:
         """A new round has begun: count its steps from 0, as those ranks do that have just come."""
@@ -154,6 +158,7 @@ class KerasGradientReduction:
         self._compared_variables = variables
         results = list(gradients)
         indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        missing = {index: common_name(variables[index]) for index in range(len(gradients)) if index not in indices}
         parameters = [variable.value for variable in variables] if values is None else list(values)
         reduced = reduce_gradients(
             [self._encode(gradients[index]) for index in indices],
@@ -162,12 +167,24 @@ class KerasGradientReduction:
             name=self.name,
             when=when,
             parameters=parameters if self._compare_at_step else (),
+            check=functools.partial(self._check_missing, missing) if missing else None,
             is_compared=self._count_step,
             compare=self._compare,
         )
         for index, gradient in zip(indices, reduced, strict=True):
             results[index] = gradient
         return self._decode(results, variables)
+
+    def _check_missing(self, missing: Mapping[int, str]) -> None:
+        """Raise Mismatch if other members lack other gradients. Collective for those that lack some: one that lacks
+        none has reduced other arrays, which is an error already."""
+        members = resolve_group(self._group)
+        mine = fingerprint(repr(sorted(missing)).encode()).reshape(1, -1)
+        if (members.allgather(mine, name=f"{self.name}.missing") == mine).all():
+            return
+        told = f"{len(missing)} of the gradients are None: {', '.join(f'{i} {name!r}' for i, name in missing.items())}"
+        rows = members.allgather_each(np.frombuffer(told.encode(), np.uint8), f"{self.name}.missing names")
+        raise mismatch_error({r: row.tobytes().decode() for r, row in zip(members.ranks, rows, strict=True)})
 
     def _reduce_tensorflow(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         from ronde.tensorflow.gradients import reduce_gradients
@@ -197,7 +214,11 @@ class KerasGradientReduction:
         at_step = self._settings.compare_at_step
         if at_step is None:
             at_step = current_world().settings.compare_at_step
-        return max(at_step, FIRST_COMPARED_STEP) if at_step else 0
+        return max(at_step, self._first_compared_step) if at_step else 0
+
+    def compare_after(self, num_steps: int) -> None:
+        """Compare parameters after so many steps at the earliest. Called before the first step."""
+        self._first_compared_step = max(self._first_compared_step, num_steps + 1)
 
     def _count_step(self) -> bool:
         """Count a step, and return whether parameters are compared in it."""

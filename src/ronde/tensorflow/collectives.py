@@ -190,7 +190,7 @@ def _allreduce(members: Group, xs: list[Any], options: GraphOperation, name: str
 
         return _run_allreduce(members, tensors, options, name), backward
 
-    return list(_differentiable(forward, xs))
+    return list(differentiable(forward, xs))
 
 
 def _run_allreduce(members: Group, xs: Sequence[Any], options: GraphOperation, name: str | None) -> list[Any]:
@@ -208,7 +208,10 @@ def allreduce_slices(members: Group, x: Any, options: GraphOperation, name: str 
     """The sum or mean of IndexedSlices: those of all members. An index may occur several times."""
     if options.op not in ("sum", "mean"):
         raise ValueError(f"allreduce of IndexedSlices knows sum and mean, got {options.op}; use tf.convert_to_tensor")
-    values, indices = x.values, x.indices
+    values, indices = tf.convert_to_tensor(x.values), tf.convert_to_tensor(x.indices)
+    is_scaled = (options.op, options.prescale, options.postscale) != ("sum", 1.0, 1.0)
+    if is_scaled and values.dtype.is_integer:
+        return _allreduce_whole_slices(members, tf.IndexedSlices(values, indices, x.dense_shape), options, name)
     if options.prescale != 1.0:
         values = values * tf.cast(options.prescale, values.dtype)
     values = _allgather(members, values, name and f"{name}.values")
@@ -218,6 +221,28 @@ def allreduce_slices(members: Group, x: Any, options: GraphOperation, name: str 
     if options.op == "mean":
         values = values / tf.cast(_number("size", members), values.dtype)
     return tf.IndexedSlices(values, indices, x.dense_shape)
+
+
+def _allreduce_whole_slices(members: Group, x: Any, options: GraphOperation, name: str | None) -> Any:
+    """The same of whole numbers that are averaged or scaled. As in dense tensors, sums are exact, and what they are
+    multiplied with or divided by truncates; so the rows of an index are added first."""
+    dtype = x.values.dtype
+    values, indices = _add_rows_of_indices(tf.cast(x.values, tf.int64), x.indices)
+    values = _allgather(members, _scale_whole(values, options.prescale), name and f"{name}.values")
+    indices = _allgather(members, indices, name and f"{name}.indices")
+    values, indices = _add_rows_of_indices(values, indices)
+    if options.op == "mean":
+        values = tf.truncatediv(values, tf.cast(_number("size", members), tf.int64))
+    return tf.IndexedSlices(tf.cast(_scale_whole(values, options.postscale), dtype), indices, x.dense_shape)
+
+
+def _add_rows_of_indices(values: Any, indices: Any) -> tuple[Any, Any]:
+    found, positions = tf.unique(indices)
+    return tf.math.unsorted_segment_sum(values, positions, tf.size(found)), found
+
+
+def _scale_whole(values: Any, factor: float) -> Any:
+    return values if factor == 1.0 else tf.cast(tf.cast(values, tf.float64) * factor, tf.int64)
 
 
 # --- the others ------------------------------------------------------------------------------------------------------
@@ -242,7 +267,7 @@ def _allgather(members: Group, x: Any, name: str | None) -> Any:
             return add_rows(GraphOperation("allgather", name or "", members.id), tensor), backward
         return as_tensor(members.allgather(as_array(tensor), name=name), tensor), backward
 
-    return _differentiable(forward, [x])
+    return differentiable(forward, [x])
 
 
 def _broadcast(members: Group, x: Any, root: int, name: str | None) -> Any:
@@ -260,7 +285,7 @@ def _broadcast(members: Group, x: Any, root: int, name: str | None) -> Any:
             return add_same_shape(operation, [tensor])[0], backward
         return as_tensor(members.broadcast(as_array(tensor), root=root, name=name), tensor), backward
 
-    return _differentiable(forward, [x])
+    return differentiable(forward, [x])
 
 
 def _reduce_to_root(members: Group, x: Any, root: int, name: str | None) -> Any:
@@ -273,7 +298,7 @@ def _reduce_to_root(members: Group, x: Any, root: int, name: str | None) -> Any:
         kept = tf.where(is_root, total, tf.zeros_like(total))
         return kept, lambda grad: _broadcast(members, grad, root, backward_name(name))
 
-    return _differentiable(forward, [x])
+    return differentiable(forward, [x])
 
 
 def _reduce_scatter(members: Group, x: Any, op: Op, prescale: float, postscale: float, name: str | None) -> Any:
@@ -297,7 +322,7 @@ def _reduce_scatter(members: Group, x: Any, op: Op, prescale: float, postscale: 
         share = members.reduce_scatter(array, op=op, name=name, prescale=prescale, postscale=postscale)
         return as_tensor(share, tensor), backward
 
-    return _differentiable(forward, [x])
+    return differentiable(forward, [x])
 
 
 def _alltoall(members: Group, x: Any, splits: Any, name: str | None) -> tuple[Any, Any]:
@@ -319,7 +344,7 @@ def _alltoall(members: Group, x: Any, splits: Any, name: str | None) -> tuple[An
             rows, received = add_alltoall(operation, tensor, wanted)
         return (rows, received), backward
 
-    rows, received = _differentiable(forward, [x])
+    rows, received = differentiable(forward, [x])
     return rows, received
 
 
@@ -347,7 +372,7 @@ def _as_tensor(x: Any, what: str) -> Any:
     return tensor
 
 
-def _differentiable(forward: Any, xs: Sequence[Any]) -> Any:
+def differentiable(forward: Any, xs: Sequence[Any]) -> Any:
     """forward(*xs)[0], differentiable if the tensors are of real numbers."""
     if not any(x.dtype.is_floating for x in xs):
         return forward(*xs)[0]

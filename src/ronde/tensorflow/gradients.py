@@ -11,7 +11,6 @@ one rank only, uses the same channel.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,10 +22,12 @@ import tensorflow as tf
 from ronde.comm.backends.base import RunningCall
 from ronde.comm.buffers import address_of
 from ronde.comm.call import MAX_DESCRIPTION_BYTES, CallOptions, Signature, Span, get_signature, hash_signature
+from ronde.comm.channel import Channel
 from ronde.comm.group import Group
-from ronde.tensorflow.collectives import DTYPES, allreduce_slices, as_array, as_tensor
+from ronde.tensorflow.collectives import DTYPES, allreduce_slices, as_array, as_tensor, differentiable
 from ronde.tensorflow.graph_operations import (
     add_python_node,
+    backward_name,
     find_call_site,
     get_graph_ops,
     get_world_can_change,
@@ -42,7 +43,7 @@ from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
 from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
 from ronde.training.gradient_settings import GradientSettings
-from ronde.types import Deadline, DType, OperationKind, parse_op
+from ronde.types import Deadline, DType, Op, OperationKind, parse_op
 
 CODECS = ("none", "float16", "bfloat16")
 SMALL_PLAN_BYTES = 4_000_000
@@ -77,24 +78,25 @@ def reduce_gradients(
     wanted.check_names(names)
     given = zip(gradients, variables, names, strict=True)
     prepared = [_prepare(gradient, variable, each, wanted) for gradient, variable, each in given]
-    plan_name = name or find_call_site()
-    if not name and not tf.executing_eagerly():
-        plan_name = unique_in_graph(f"gradients {plan_name}")
+    plan_name = "gradients"  # eagerly it is matched by the order of the calls
+    if not tf.executing_eagerly():
+        plan_name = unique_in_graph(name or f"gradients {find_call_site()}", is_given=bool(name))
     dense = [i for i, each in enumerate(prepared) if each is not None and not isinstance(each, tf.IndexedSlices)]
-    results = list(prepared)
-    op = parse_op(wanted.op)
-    for index, each in enumerate(prepared):
-        if isinstance(each, tf.IndexedSlices):
-            wanted.sparse_scales(1, members.size)  # raises for adasum
-            options = GraphOperation("allreduce", group=members.id, op=op.name.lower())
-            part = None if tf.executing_eagerly() else f"{plan_name}.{index}"
-            results[index] = allreduce_slices(members, each, options, part)
+    slices = [i for i, each in enumerate(prepared) if isinstance(each, tf.IndexedSlices)]
+    results, op = list(prepared), parse_op(wanted.op)
+    if slices:
+        wanted.sparse_scales(1, members.size)  # raises for adasum
+    layout = _describe_layout(prepared, names)
+    reduction = DenseReduction(members, plan_name, tuple(names[i] for i in dense), layout, wanted, wire)
     if dense:
-        reduced = _reduce_dense(
-            members, plan_name, [prepared[i] for i in dense], [names[i] for i in dense], wanted, wire
-        )
-        for index, each in zip(dense, reduced, strict=True):
+        for index, each in zip(dense, _reduce_dense(reduction, [prepared[i] for i in dense]), strict=True):
             results[index] = each
+    elif slices and tf.executing_eagerly():  # matched by their order: find out whether they are the same ones
+        _reduce_dense(reduction._replace(names=("agreement",)), [tf.zeros([1])])
+    for index in slices:
+        options = GraphOperation("allreduce", group=members.id, op=op.name.lower())
+        part = None if tf.executing_eagerly() else f"{plan_name}.{index}"
+        results[index] = allreduce_slices(members, prepared[index], options, part)
     return count_reduction(results)
 
 
@@ -127,7 +129,9 @@ def _prepare(gradient: Any, variable: Any, name: str, settings: GradientSettings
         return None
     if isinstance(gradient, tf.IndexedSlices):
         if settings.check_finite:
-            tf.debugging.check_numerics(gradient.values, f"the gradient of {name!r} is not finite")
+            values = tf.debugging.check_numerics(gradient.values, f"the gradient of {name!r} is not finite")
+            with tf.control_dependencies([values]):  # then nothing of it travels
+                gradient = tf.IndexedSlices(values, tf.identity(gradient.indices), gradient.dense_shape)
         return tf.convert_to_tensor(gradient) if settings.sparse_as_dense else gradient
     tensor = tf.convert_to_tensor(gradient)
     if tensor.dtype.name not in DTYPES:
@@ -144,6 +148,34 @@ def _prepare(gradient: Any, variable: Any, name: str, settings: GradientSettings
 # --- dense gradients -------------------------------------------------------------------------------------------------
 
 
+class Layout(NamedTuple):
+    """Which of the gradients there are: the members have to agree on it."""
+
+    kinds: str
+    """A letter for each gradient: dense, slices or none."""
+    missing: str
+    """In words, what is None. Its names may differ between the members."""
+
+
+def _describe_layout(gradients: Sequence[Any], names: Sequence[str]) -> Layout:
+    kinds = "".join("n" if g is None else "s" if isinstance(g, tf.IndexedSlices) else "d" for g in gradients)
+    missing = [name for name, kind in zip(names, kinds, strict=True) if kind == "n"]
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return Layout(kinds, f" without {shorten(missing[0], 30)!r}{more}" if missing else "")
+
+
+class DenseReduction(NamedTuple):
+    """What is to be done with the dense gradients of some variables."""
+
+    members: Group
+    plan: str
+    names: tuple[str, ...]
+    layout: Layout
+    settings: GradientSettings
+    wire: Any
+    """The dtype in which float32 and float64 travel; None if as they are."""
+
+
 class PlannedBucket(NamedTuple):
     """One bucket of a plan: which gradients are in it, and what the members have to agree on."""
 
@@ -152,19 +184,19 @@ class PlannedBucket(NamedTuple):
     num_elements: int
 
 
-def plan_buckets(
-    parameters: Sequence[ParameterInfo], settings: GradientSettings, plan: str, names: Sequence[str] = ()
-) -> tuple[PlannedBucket, ...]:
+def plan_buckets(parameters: Sequence[ParameterInfo], reduction: DenseReduction) -> tuple[PlannedBucket, ...]:
     """The buckets of dense gradients, in the order in which they are reduced: equal on all ranks whose parameters and
-    settings are. `names` are those that settings.together uses, if they are not those of the parameters."""
+    settings are. settings.together uses the names of the reduction, not those of the parameters."""
+    settings = reduction.settings
     total_bytes = sum(each.count * DType[each.dtype.upper()].num_bytes for each in parameters)
     overlap = settings.overlap is not False and total_bytes > SMALL_PLAN_BYTES
     limits = choose_size_limits(total_bytes, settings.bucket_mb, overlap=overlap)
-    named = [msgspec.structs.replace(each, name=name) for each, name in zip(parameters, names, strict=False)]
-    buckets = assign_buckets(named or parameters, (), limits, settings.together)
-    digest = hash_signature(repr([plan, settings.describe(), *map(str, parameters)]))
+    named = [msgspec.structs.replace(each, name=name) for each, name in zip(parameters, reduction.names, strict=True)]
+    buckets = assign_buckets(named, (), limits, settings.together)
+    agreed = [reduction.plan, reduction.layout.kinds, settings.describe(), *map(str, parameters)]
+    digest = hash_signature(repr(agreed))
     return tuple(
-        _make_bucket(number, bucket, len(buckets), parameters, settings, digest)
+        _make_bucket(number, bucket, len(buckets), parameters, reduction, digest)
         for number, bucket in enumerate(buckets)
     )
 
@@ -174,9 +206,10 @@ def _make_bucket(
     bucket: GradientBucket,
     num_buckets: int,
     parameters: Sequence[ParameterInfo],
-    settings: GradientSettings,
+    reduction: DenseReduction,
     digest: int,
 ) -> PlannedBucket:
+    settings = reduction.settings
     op = parse_op(settings.op)
     scales = (1.0 / settings.predivide, settings.predivide)
     shapes = tuple(parameters[index].shape for index in bucket.indices)
@@ -187,33 +220,48 @@ def _make_bucket(
     first, num_elements = parameters[bucket.indices[0]], sum(parameters[index].count for index in bucket.indices)
     more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
     text = (
-        f"bucket {number} of {num_buckets}: {op.name.lower()} of {num_elements} {bucket.dtype} in "
-        f"{shorten(first.name, 40)!r}{list(first.shape)}{more}"
+        f"bucket {number} of {num_buckets}{reduction.layout.missing}: {op.name.lower()} of {num_elements} "
+        f"{bucket.dtype} in {shorten(first.name, 40)!r}{list(first.shape)}{more}"
     )
     description = f"{shorten(text, MAX_DESCRIPTION_BYTES - 20)} #{hash:016x}"
     named = msgspec.structs.replace(signature, label="bucket", description=description, hash=hash)
     return PlannedBucket(bucket.indices, named, num_elements)
 
 
-def _reduce_dense(
-    members: Group, plan: str, gradients: list[Any], names: list[str], settings: GradientSettings, wire: Any
-) -> list[Any]:
-    wires = [_to_wire(gradient, wire) for gradient in gradients]
+def _reduce_dense(reduction: DenseReduction, gradients: Sequence[Any]) -> list[Any]:
+    wires = [_to_wire(gradient, reduction.wire) for gradient in gradients]
     parameters = [
         ParameterInfo(_stable_name(name), tuple(each.shape.as_list()), each.dtype.name, each.shape.num_elements())
-        for name, each in zip(names, wires, strict=True)
+        for name, each in zip(reduction.names, wires, strict=True)
     ]
-    buckets = plan_buckets(parameters, settings, plan, names)
-    if tf.executing_eagerly():
-        reduced = _reduce_eagerly(members, wires, buckets)
-    elif (ops := get_graph_ops()) is not None:
-        reduced = _add_bucket_nodes(ops, members, plan, wires, buckets)
+    buckets = plan_buckets(parameters, reduction)
+    if not tf.executing_eagerly() and (ops := get_graph_ops()) is not None:
+        reduced = _add_bucket_nodes(ops, reduction.members, reduction.plan, wires, buckets)
     else:
-        reduced = _add_python_reduction(members, plan, wires, buckets)
+
+        def forward(*wires: Any) -> tuple[list[Any], Any]:
+            def backward(*grads: Any) -> list[Any]:
+                check_has_gradient(reduction.settings.op)
+                plan = backward_name(reduction.plan) or ""
+                return _reduce_dense(reduction._replace(plan=plan, wire=None), grads)
+
+            reduce = _reduce_eagerly if tf.executing_eagerly() else _add_python_reduction
+            return reduce(reduction.members, reduction.plan, list(wires), buckets), backward
+
+        reduced = differentiable(forward, wires)
     return [
         each if each.dtype == gradient.dtype else tf.cast(each, gradient.dtype)
         for each, gradient in zip(reduced, gradients, strict=True)
     ]
+
+
+def check_has_gradient(op: str | Op) -> None:
+    """NotImplementedError for a gradient of gradients that were not summed or averaged."""
+    if parse_op(op) not in (Op.SUM, Op.MEAN):
+        raise NotImplementedError(
+            f"gradients that were reduced with op={parse_op(op).name.lower()!r} have no gradients themselves; use "
+            "op='mean' or 'sum', or compute what needs second derivatives before they are reduced"
+        )
 
 
 def _to_wire(gradient: Any, wire: Any) -> Any:
@@ -221,18 +269,10 @@ def _to_wire(gradient: Any, wire: Any) -> Any:
     return tf.cast(gradient, wire) if wire is not None and is_wide else gradient
 
 
-def _reduce_eagerly(members: Group, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
+def _reduce_eagerly(members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
     """In program order, on the group's own channel."""
-    works = []
-    for bucket in buckets:
-        signature, arrays = bucket.signature, [as_array(wires[index]) for index in bucket.indices]
-        scales: dict[str, Any] = {"prescale": signature.prescale, "postscale": signature.postscale}
-        works.append(members.allreduce(arrays, op=signature.op, wait=False, **scales))
-    results = list(wires)  # what has no elements is in no bucket
-    for bucket, work in zip(buckets, works, strict=True):
-        for index, array in zip(bucket.indices, work.wait(), strict=True):
-            results[index] = as_tensor(array, wires[index])
-    return results
+    arrays = _reduce_arrays(members, members.ordered_channel, buckets, [as_array(each) for each in wires])
+    return [as_tensor(array, wire) for array, wire in zip(arrays, wires, strict=True)]
 
 
 def _add_bucket_nodes(
@@ -264,26 +304,61 @@ def _add_bucket_nodes(
     return results
 
 
+@tf.RegisterGradient("RondeFinishBucket")  # type: ignore[untyped-decorator]  # TensorFlow has no types
+def _reduce_gradients_of_bucket(finish: Any, *grads: Any) -> list[Any]:
+    """The gradients of reduced gradients are reduced in the same way, each bucket as a plan of its own."""
+    start = finish.inputs[0].op
+    forward = msgspec.json.decode(start.get_attr("operation"), type=GraphOperation)
+    op, (prescale, postscale) = Op(start.get_attr("op")), map(float, start.get_attr("scales").split())
+    check_has_gradient(op)
+    inputs = list(start.inputs)
+    wires = [tf.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=True)]
+    shapes = tuple(tuple(x.shape.as_list()) for x in inputs)
+    dtype = DType[inputs[0].dtype.name.upper()]
+    signature = get_signature(OperationKind.ALLREDUCE, dtype, shapes, CallOptions(op, prescale, postscale))
+    description = f"backward of {start.get_attr('description').decode()}"
+    named = msgspec.structs.replace(
+        signature,
+        label="bucket",
+        description=shorten(description, MAX_DESCRIPTION_BYTES),
+        hash=hash_signature(f"{description} {start.get_attr('signature')}"),
+    )
+    bucket = PlannedBucket(tuple(range(len(wires))), named, start.get_attr("count"))
+    plan = backward_name(f"{forward.name}.{start.get_attr('bucket')}") or ""
+    reduced = _add_bucket_nodes(get_graph_ops(), group_of(forward), plan, wires, [bucket])
+    return [*reduced, None]
+
+
+@tf.RegisterGradient("RondeStartBucket")  # type: ignore[untyped-decorator]
+def _pass_gradients_of_bucket(start: Any, *grads: Any) -> list[Any]:
+    return list(grads[:-1])
+
+
 def _add_python_reduction(members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
-    """One node in Python, which reduces all buckets as the native nodes do. An array that has no elements is in no
-    bucket."""
+    """One node in Python, which reduces all buckets as the native nodes do."""
     operation = GraphOperation("gradients", plan, members.id)
-    reduce = functools.partial(_reduce_arrays, operation, f"{members.id}.{plan}", buckets)
+
+    def reduce(*arrays: Any) -> list[Any]:
+        current = group_of(operation)
+        with plan_channels.hold(f"{members.id}.{plan}", current) as channel:
+            return _reduce_arrays(current, channel, buckets, arrays)
+
     return add_python_node(reduce, wires, [each.dtype for each in wires], [each.shape for each in wires])
 
 
-def _reduce_arrays(operation: GraphOperation, plan: str, buckets: Sequence[PlannedBucket], *arrays: Any) -> list[Any]:
-    members = group_of(operation)
-    sources = [np.ascontiguousarray(array) for array in arrays]
+def _reduce_arrays(
+    members: Group, channel: Channel, buckets: Sequence[PlannedBucket], arrays: Sequence[Any]
+) -> list[Any]:
+    """An array that has no elements is in no bucket."""
+    sources = [np.asarray(array, order="C") for array in arrays]
     results = [np.empty_like(source) for source in sources]
-    with plan_channels.hold(plan, members) as channel:
-        running_calls: list[RunningCall] = []
-        for bucket in buckets:
-            pairs = [(sources[index], results[index]) for index in bucket.indices]
-            spans = tuple(Span(address_of(given), address_of(taken), given.size) for given, taken in pairs)
-            call = bucket.signature.make_call(spans, pairs)
-            running_calls.append(channel.submit(call, ((bucket.signature, ""),)))
-        deadline = Deadline(members.operation_timeout_s)
-        for running_call in running_calls:
-            running_call.wait(deadline)
+    running_calls: list[RunningCall] = []
+    for bucket in buckets:
+        pairs = [(sources[index], results[index]) for index in bucket.indices]
+        spans = tuple(Span(address_of(given), address_of(taken), given.size) for given, taken in pairs)
+        call = bucket.signature.make_call(spans, pairs)
+        running_calls.append(channel.submit(call, ((bucket.signature, ""),)))
+    deadline = Deadline(members.operation_timeout_s)
+    for running_call in running_calls:
+        running_call.wait(deadline)
     return results

@@ -1,9 +1,10 @@
 """Operations in graphs: their names, and the nodes that stand for them.
 
 Operations of graphs are matched by name, because TensorFlow runs the nodes of a graph in any order. A name that the
-caller does not give is made of the place of the call (file, line, function) and of how many times that place has added
-an operation to this graph. TensorFlow's own names are not used: they change when a rank traces one function more than
-the others, or traces one again.
+caller does not give is made of the place of the call (file, line, function), of the tf.function that is traced, and of
+how many times that place has added an operation to this function. Branches and the bodies of loops, which have graphs
+of their own, count with the function in which they are. TensorFlow's own names are not used: they change when a rank
+traces one function more than the others, or traces one again.
 
 A node is a native kernel, or Python through numpy_function where the kernels cannot be used. Such Python nodes hold a
 thread of TensorFlow while they wait, so those of a function run one after the other, in the order in which they were
@@ -12,13 +13,15 @@ not need each other have to be few, or TensorFlow needs as many threads.
 
 XLA can compile neither kind of node. A tf.function with jit_compile=True that adds one is traced without XLA, and a
 line says so. In a loop, an operation has the same name in each turn, and in a tf.function in each call. In a
-tf.function that is called eagerly, turns and calls come one after the other. In a graph of a session they may overtake
-each other, so there a loop has to say parallel_iterations=1, and functions that communicate are refused.
+tf.function that is called eagerly, turns and calls come one after the other, because TensorFlow waits for all nodes of
+ours at the end of each. In a graph of a session they may overtake each other, so there a loop has to say
+parallel_iterations=1, and functions that communicate are refused.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -49,8 +52,6 @@ logger = logging.getLogger("ronde.tensorflow")
 
 AUTOGRAPH_FILE = "__autograph_generated_file"
 AUTOGRAPH_PREFIX = "tf__"
-CONTROL_FLOW_GRAPHS = ("Cond", "_Cond", "While", "_While")
-"""How the names of TensorFlow's classes begin for the graphs of branches and loops."""
 
 _PACKAGES = (
     *(f"{Path(sys.modules[name].__file__ or '').parent}/" for name in ("ronde", "tensorflow")),
@@ -58,8 +59,22 @@ _PACKAGES = (
 )
 """Files that are not the user's: a name made of a line in them would say nothing."""
 
-_name_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-_last_python_node: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph")
+"""TensorFlow's classes of graphs that are a part of a function: branches, and conditions and bodies of loops."""
+
+
+class GraphNames:
+    """The names of the operations in the graph of a function or of a session."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.inside: set[str] = set()
+        """Names of operations in functions that were traced while this graph was built."""
+
+
+# What these hold must not hold the graph, or no graph would ever be freed.
+_names: WeakKeyDictionary[Any, GraphNames] = WeakKeyDictionary()
+_last_python_node: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -99,33 +114,62 @@ def find_call_site() -> str:
     return f"{file}:{found.f_lineno}:{function}"
 
 
-def unique_in_graph(base: str) -> str:
-    """The name, with a number if this graph has it already. Equal on all ranks that build the same graph."""
-    counts = _name_counts.setdefault(_enclosing_graph(), Counter())
-    number = counts[base]
-    counts[base] += 1
-    return f"{base}#{number}" if number else base
+def unique_in_graph(base: str, *, is_given: bool) -> str:
+    """The name that an operation gets in the graph that is being built: equal on all ranks that build the same graph,
+    and not that of another operation in the same step.
+
+    A name that the caller has given stays as it is if it is the only one. One that was made of a place in the code is
+    completed by the name of the function that is traced, because a function may be traced in another one or before.
+    """
+    graphs = _find_function_graphs()
+    own, *outer = [_names.setdefault(graph, GraphNames()) for graph in graphs]
+    function = _name_of_function(graphs)
+    name = base
+    if is_given:
+        if base in own.inside or any(base in each.counts for each in outer):
+            name = f"{base} in {function or 'graph'}"
+    elif function:
+        name = f"{base} in {function}"
+    for each in outer:
+        each.inside.add(base)
+    number = own.counts[name]
+    own.counts[name] += 1
+    return f"{name}#{number}" if number else name
 
 
-def _enclosing_graph() -> Any:
-    """The graph that is being built, of a session or of a tf.function: not that of a branch or a loop in it."""
-    graph = tf.compat.v1.get_default_graph()
-    while type(graph).__name__.startswith(CONTROL_FLOW_GRAPHS) and getattr(graph, "outer_graph", None) is not None:
-        graph = graph.outer_graph
-    return graph
+def _find_function_graphs() -> list[Any]:
+    """The graph of the function or of the session that is being built, and those around it."""
+    found: list[Any] = []
+    graph, is_eager = tf.compat.v1.get_default_graph(), tf.compat.v1.executing_eagerly_outside_functions()
+    while graph is not None and (graph.building_function or not is_eager):
+        if not any(each.__name__ in BRANCH_GRAPHS for each in type(graph).__mro__):
+            found.append(graph)
+        graph = getattr(graph, "outer_graph", None)
+    return found or [tf.compat.v1.get_default_graph()]
+
+
+def _name_of_function(graphs: Sequence[Any]) -> str:
+    """The name of the function whose graph is the first; empty if it is that of a session. If it is traced in another
+    function of that name, it has a number."""
+    names = [re.sub(r"_\d+$", "", graph.name) for graph in graphs if graph.building_function]
+    if not graphs[0].building_function:
+        return ""
+    number = names.count(names[0]) - 1
+    return f"{names[0]}.{number}" if number else names[0]
 
 
 def operation_name(kind: str, name: str | None) -> str:
     """The name of an operation in the graph that is being built: the caller's, or one made of the place of the call. A
     name that is in the graph already gets a number, because TensorFlow may run the two in any order."""
-    return unique_in_graph(name or f"{kind} {find_call_site()}")
+    return unique_in_graph(name or f"{kind} {find_call_site()}", is_given=bool(name))
 
 
 def backward_name(name: str | None) -> str | None:
     """The name of an operation that computes the gradient of the one with this name."""
     if not name:
         return None
-    return f"{name}.backward" if tf.executing_eagerly() else unique_in_graph(f"{name}.backward")
+    backward = f"{name}.backward"
+    return backward if tf.executing_eagerly() else unique_in_graph(backward, is_given=True)
 
 
 # --- XLA and loops ---------------------------------------------------------------------------------------------------
@@ -152,13 +196,13 @@ def get_graph_ops(*, communicates: bool = True) -> Any:
 def _check_order() -> None:
     """Raise if the operation that is being added to the graph of a session could run several times in any order: in a
     loop whose turns may overtake each other, or in a function that may be called several times."""
-    if _enclosing_graph().building_function:
+    if _find_function_graphs()[0].building_function:
         raise ValueError(
             "an operation that communicates is in a tf.function inside of a session's graph, which runs the calls of a "
             "function in any order, so that ranks would mix up their numbers; leave @tf.function away there, or run "
             "the function eagerly"
         )
-    if tf.compat.v1.get_default_graph() is _enclosing_graph():
+    if tf.compat.v1.get_default_graph() is _find_function_graphs()[0]:
         return  # its loops are nodes of its own, see _run_turns_in_order()
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -338,11 +382,11 @@ def add_python_node(
 
     graph = tf.compat.v1.get_default_graph()
     last = _last_python_node.get(graph) if graph.building_function else None
-    with tf.control_dependencies([] if last is None else [last]):
+    with tf.control_dependencies([] if last is None else [graph.get_operation_by_name(last)]):
         ys = tf.numpy_function(run, list(xs), list(dtypes), stateful=True)
     for y, shape in zip(ys, shapes, strict=True):
         y.set_shape(shape)
-    _last_python_node[graph] = ys[0].op
+    _last_python_node[graph] = ys[0].op.name
     return list(ys)
 
 

@@ -192,3 +192,25 @@ def mistakes_are_tensorflows_errors_and_horovods() -> None:
             hvd.alltoall(tf.zeros([4]), splits=tf.constant([3, 3]))
     with raises(ValueError, "op"):
         hvd.allreduce(tf.zeros([2]), op=17)
+
+
+@check
+def one_helper_outside_and_in_a_branch_is_not_mixed_up() -> None:
+    weight = tf.Variable([0.0])
+
+    def reduce(x: tf.Tensor, is_slow: bool) -> tf.Tensor:
+        ones = tf.ones([500, 500]) * x
+        x = x + 0.0 * tf.reduce_sum(ones @ ones @ ones) if is_slow else x
+        with tf.GradientTape() as tape:
+            loss = weight[0] * x
+        (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [weight])
+        return hvd.allreduce(x, op=hvd.Sum) + tf.convert_to_tensor(gradient)[0]
+
+    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow has no types
+    def compute(x: tf.Tensor) -> tf.Tensor:
+        outside = reduce(x, hvd.rank() == 0)
+        inside = tf.cond(x > 0.0, lambda: reduce(x * 10.0, hvd.rank() == 1), lambda: x)
+        return tf.stack([outside, inside])
+
+    for _ in range(3):
+        assert compute(tf.constant(hvd.rank() + 1.0)).numpy().tolist() == [4.5, 45.0]

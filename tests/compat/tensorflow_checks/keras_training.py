@@ -101,6 +101,31 @@ def layers_may_be_local() -> None:
 
 
 @check
+def the_state_of_other_variables_than_local_ones_is_broadcast() -> None:
+    inputs = keras.layers.Input((2,))
+    names = ("dense", "my_dense", "dense_kernel", "dense_2")
+    layers = [keras.layers.Dense(2, name=name) for name in names]
+    outputs = inputs
+    for layer in layers:
+        outputs = layer(outputs)
+    model = keras.Model(inputs, outputs)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    slots = [each for each in optimizer.variables if "kernel" in each.path or "bias" in each.path]
+    assert len(slots) == 4 * 4
+    for slot in slots:
+        slot.assign(keras.ops.ones_like(slot) * (hvd.rank() + 1.0))
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=layers[0].trainable_variables)
+    callback.set_model(model)
+    callback.set_params({"steps": 1, "epochs": 1})
+    callback.on_train_begin()
+    kept = [each.path.partition("/")[2] for each in slots if np.all(each.numpy() == 2.0)]
+    local = [f"dense_{part}_{kind}" for part in ("kernel", "bias") for kind in ("momentum", "velocity")]
+    assert kept == (local if hvd.rank() == 1 else []), kept
+
+
+@check
 def a_saved_model_is_distributed_again() -> None:
     model = make_model()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), "mse")

@@ -68,6 +68,22 @@ def check_metrics_are_averaged_by_the_number_of_samples() -> None:
         np.testing.assert_allclose(found[name], value, rtol=1e-4)
 
 
+class OwnMetrics(keras.callbacks.Callback):
+    """Metrics of the user's, as numbers of several kinds, and something that is no number."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        me = ronde.rank()
+        logs.update({"own": np.float32(me), "int": np.int64(4 * me), "array": np.array(2.0 * me), "text": f"rank {me}"})
+
+
+def check_metrics_of_any_kind_of_number_are_averaged() -> None:
+    kept = keras.callbacks.History()
+    callbacks = [OwnMetrics(), MetricAverage(), kept]
+    fit(perceptron(), DistributedOptimizer(keras.optimizers.SGD(0.1)), callbacks=callbacks)
+    found = {name: each[0] for name, each in kept.history.items()}
+    assert (found["own"], found["int"], found["array"], found["text"]) == (0.5, 2.0, 1.0, f"rank {ronde.rank()}")
+
+
 def check_the_warm_up_rises_batch_by_batch() -> None:
     rates = Rates()
     callbacks = [LearningRateWarmup(initial_lr=0.8, warmup_epochs=2), rates]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import keras
@@ -16,6 +18,7 @@ from ronde.keras.callbacks import BroadcastInitialState
 from tests.jobs.keras_checks.common import (
     BACKEND,
     LOSS,
+    NUM_STEPS,
     SHARE,
     assert_close,
     assert_different,
@@ -97,6 +100,26 @@ def check_a_model_that_its_first_batch_builds_is_broadcast_after_it() -> None:
     assert_same_on_all_ranks([*weights(model), *values(optimizer.variables)])
     gathered = ronde.allgather(values(seeds)[0][None])
     assert (gathered[0] != gathered[1]).any()  # so that ranks drop out different units
+
+
+def check_a_model_that_several_steps_at_once_build_is_broadcast_after_them() -> None:
+    if BACKEND == "torch":  # it has no several steps at once
+        return
+    keras.utils.set_random_seed(ronde.rank())
+    model = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(3)])
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    fit(model, optimizer, callbacks=[BroadcastInitialState()], epochs=2, steps_per_execution=NUM_STEPS)
+    assert_same_on_all_ranks([*weights(model), *values(optimizer.variables)])
+
+
+def check_models_are_freed() -> None:
+    model = perceptron()
+    fit(model, DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    kept = weakref.ref(model.layers[0].kernel)
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    assert kept() is None
 
 
 def check_a_forgotten_broadcast_is_found_at_the_second_step() -> None:
@@ -201,8 +224,17 @@ def check_a_training_step_of_ones_own_and_a_weight_without_gradient() -> None:
     assert_same_on_all_ranks(weights(models[0].inner))
 
 
-def check_a_gradient_that_only_one_rank_has_counts() -> None:
+def check_a_gradient_that_only_one_rank_has_counts_or_is_an_error() -> None:
     if BACKEND != "torch":  # on the others, which gradients there are is part of the program
+        variables = [keras.Variable(np.ones(3, "float32"), name=name) for name in "ab"]
+        gradients = [keras.ops.ones(3), None] if ronde.rank() == 0 else [None, keras.ops.ones(3)]
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0))
+        optimizer.build(variables)
+        with pytest.raises(Exception, match="the members asked for different things") as raised:
+            optimizer.apply(gradients, variables)
+        assert BACKEND == "jax" or isinstance(raised.value, ronde.Mismatch)
+        assert "'b" in str(raised.value).partition("rank 1")[0], raised.value
+        assert [float(each[0]) for each in values(variables)] == [1.0, 1.0]
         return
     for codec in (None, "float16"):
         variables = [keras.Variable(np.ones(3, "float32"), name=name) for name in "abc"]

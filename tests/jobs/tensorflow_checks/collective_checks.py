@@ -157,6 +157,64 @@ def turns_branches_and_calls_are_not_mixed_up() -> None:
 
 
 @check
+def one_helper_outside_in_branches_and_in_functions_is_not_mixed_up() -> None:
+    me = ronde.rank()
+
+    def slowly(x: Any, is_slow: bool) -> Any:
+        ones = tf.ones([500, 500]) * x
+        return x + 0.0 * tf.reduce_sum(ones @ ones @ ones) if is_slow else x
+
+    def average(x: Any, is_slow: bool, name: str | None) -> Any:
+        return rt.allreduce(slowly(x, is_slow), op="mean", name=name)
+
+    for name in (None, "given"):
+        inner: Any = tf.function(lambda x, name=name: average(x, me == 1, name))
+
+        @in_graph
+        def compute(x: Any, name: str | None = name, inner: Any = inner) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                first = average(x, me == 0, name)
+                second = tf.cond(x > 0.0, lambda: average(x * 10.0, me == 1, name), lambda: x)
+                third = tf.cond(x > 0.0, lambda: average(x * 100.0, me == 0, name), lambda: x)
+                fourth = inner(x * 1000.0)
+                _, fifth = tf.while_loop(
+                    lambda turn, _: turn < 2,
+                    lambda turn, x: (turn + 1, average(x * 100.0, me == 1, name)),
+                    [0, x],
+                )
+                total = first + 2.0 * second + 3.0 * third + 4.0 * fourth + 5.0 * fifth
+            return [first, second, third, fourth, fifth, tape.gradient(total, x)]
+
+        if name is None and me == 0:  # so that it is not traced inside of the other
+            inner.get_concrete_function(tf.TensorSpec([]))
+        for _ in range(2):
+            found = [float(each) for each in compute(tf.constant(me + 1.0))]
+            assert found == [1.5, 15.0, 150.0, 1500.0, 15000.0, 1.0 + 20.0 + 300.0 + 4000.0 + 50000.0], (name, found)
+
+
+@check
+def slices_of_whole_numbers_are_reduced_as_dense_tensors_are() -> None:
+    me = ronde.rank()
+
+    def compute(values: Any) -> Any:
+        slices = tf.IndexedSlices(values, tf.constant([me, 2, 2]), tf.constant([4, 2]))
+        dense = tf.convert_to_tensor(slices)
+        found = []
+        for options in ({"op": "mean"}, {"prescale": 0.5}, {"postscale": 2.5, "prescale": -1.5, "op": "mean"}):
+            reduced = rt.allreduce(slices, **options)
+            assert reduced.values.dtype == values.dtype
+            found += [tf.convert_to_tensor(reduced), rt.allreduce(dense, **options)]
+        return found
+
+    values = np.array([[11, -3], [5, 6], [8, -13]], np.int32) + me
+    for way, results in each_way(compute, values):
+        for ours, dense in zip(results[0::2], results[1::2], strict=True):
+            assert ours.dtype == np.int32 and ours.tolist() == dense.tolist(), way
+    assert [each.tolist()[2] for each in results[0::2]] == [[14, -6], [13, -5], [-50, 20]]
+
+
+@check
 def a_rank_may_trace_functions_that_others_do_not() -> None:
     me = ronde.rank()
 

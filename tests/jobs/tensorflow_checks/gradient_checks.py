@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +13,15 @@ import tensorflow as tf
 
 import ronde
 import ronde.tensorflow as rt
-from ronde.tensorflow.op_library import GraphOperation
+from ronde.tensorflow.graph_operations import add_python_node
+from ronde.tensorflow.op_library import GraphOperation, load_op_library
 from ronde.tensorflow.operation_thread import get_ops
-from tests.jobs.tensorflow_checks.checks import check, count_python_ranks, in_graph
+from tests.jobs.tensorflow_checks.checks import check, count_python_ranks, in_graph, make_session
 
 v1 = tf.compat.v1
 RATE = 0.125
 """Exact also as the float32 of an optimizer."""
+DIFFERENT = r"rank 0: bucket 0 of 1.*: .*'dense/kernel.*rank 1: bucket"
 SMALL: dict[str, Any] = {"bucket_mb": 0.0005}
 """Settings with many buckets."""
 
@@ -179,6 +183,92 @@ def plans_may_be_opened_in_any_order() -> None:
 
 
 @check
+def plans_in_a_branch_and_outside_are_not_mixed_up() -> None:
+    me = ronde.rank()
+    variables = [tf.Variable(tf.zeros([300])) for _ in range(4)]
+    settings = rt.GradientSettings(bucket_mb=0.002)
+
+    def train(x: Any, is_slow: bool, name: str) -> Any:
+        ones = tf.ones([500, 500]) * x
+        x = x + 0.0 * tf.reduce_sum(ones @ ones @ ones) if is_slow else x
+        reduced = rt.reduce_gradients([tf.fill([300], x)] * 4, variables, settings=settings, name=name)
+        return tf.stack([each[0] for each in reduced])
+
+    for name in ("", "branches"):
+
+        @in_graph
+        def compute(x: Any, name: str = name) -> Any:
+            first = train(x, me == 0, name)
+            second = train(x * 10.0, me == 1, name)
+            third = tf.cond(x > 0.0, lambda: train(x * 100.0, me == 1, name), lambda: tf.zeros([4]))
+            return tf.stack([first, second, third])
+
+        for _ in range(3):
+            found = compute(tf.constant(me + 1.0)).numpy().tolist()
+            assert found == [[1.5] * 4, [15.0] * 4, [150.0] * 4], (name, found)
+
+
+@check
+def reduced_gradients_have_gradients() -> None:
+    me = ronde.rank()
+    v, other = tf.Variable(3.0), tf.Variable([1.0, 2.0])
+
+    def compute(codec: str | None = None, op: str = "mean") -> Any:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = (me + 1.0) * v**3 + tf.reduce_sum(other)
+            tape = rt.DistributedGradientTape(inner, codec=codec, op=op)
+            gradient, _ = tape.gradient(loss, [v, other])
+            penalty = gradient**2 + v
+        return outer.gradient(penalty, v)
+
+    # The mean gradient is 1.5 * 3 v² = 40.5; the mean of 2 * 40.5 goes back to (me + 1) * 6 v.
+    for convert in (lambda function: function, tf.function):
+        for codec in (None, "bfloat16"):
+            np.testing.assert_allclose(convert(compute)(codec).numpy(), 81.0 * 18.0 * (me + 1.0) + 1.0, rtol=0.02)
+        assert float(convert(compute)()) == 81.0 * 18.0 * (me + 1.0) + 1.0
+        with pytest.raises(NotImplementedError, match="reduced with op='adasum' have no gradients"):
+            convert(compute)(None, "adasum")
+
+
+@check
+def graphs_are_freed() -> None:
+    if load_op_library() is None:
+        return  # TensorFlow keeps what tf.custom_gradient has added to a graph
+    variable = tf.Variable([1.0])
+
+    def compute(x: Any) -> Any:
+        add_python_node(lambda array: [array], [x], [tf.float32], [x.shape])
+        return rt.reduce_gradients([x * 2.0], [variable]), rt.allreduce(tf.cast(x, tf.int32))
+
+    function = tf.function(compute)
+    function(tf.ones([1]))
+    graph = weakref.ref(function.get_concrete_function(tf.TensorSpec([1])).graph)
+    del function
+    gc.collect()
+    assert graph() is None
+
+
+@check
+def slices_that_are_not_finite_are_found_in_every_graph() -> None:
+    settings = rt.GradientSettings(check_finite=True)
+    variable = tf.Variable(tf.zeros([4, 2]))
+
+    def compute(values: Any, variable: Any = variable) -> Any:
+        slices = tf.IndexedSlices(values, tf.constant([1]), tf.constant([4, 2]))
+        return rt.reduce_gradients([slices], [variable], settings=settings)[0].values
+
+    wrong = np.array([[np.nan, 1.0]], np.float32)
+    for convert in (lambda function: function, tf.function):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="is not finite"):
+            convert(compute)(tf.constant(wrong))
+    with tf.Graph().as_default(), make_session() as session:
+        values = compute(tf.constant(wrong), v1.get_variable("v", [4, 2]))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="is not finite"):
+            session.run(values)
+
+
+@check
 def slices_are_gathered_or_made_dense() -> None:
     me = ronde.rank()
     table, bias = tf.Variable(tf.ones([6, 2])), tf.Variable([1.0])
@@ -266,19 +356,30 @@ def different_plans_are_an_error_that_names_them() -> None:
         "shapes": lambda: ([tf.ones([2 + me])], {}),
         "number": lambda: ([tf.ones([2])] * (1 + me), {}),
         "settings": lambda: ([tf.ones([2])], {"op": "mean" if me else "sum"}),
+        "missing": lambda: ([tf.ones([2]), None] if me else [None, tf.ones([2])], {}),
     }
     for name, make in cases.items():
         gradients, options = make()
-        variables = [tf.Variable(tf.zeros_like(each), name=f"kernel{n}") for n, each in enumerate(gradients)]
+        variables = [
+            tf.Variable(tf.zeros([2] if each is None else each.shape), name=f"dense_{n}/kernel")
+            for n, each in enumerate(gradients)
+        ]
         settings = rt.GradientSettings(**options)
 
         def compute(gradients: Any, variables: Any = variables, settings: Any = settings, name: str = name) -> Any:
             return rt.reduce_gradients(gradients, variables, settings=settings, name=f"differ.{name}")
 
         for _ in range(2):
-            with pytest.raises(tf.errors.OpError, match=r"rank 0: bucket 0 of 1: .*'kernel.*rank 1: bucket") as caught:
+            with pytest.raises(tf.errors.OpError, match=DIFFERENT) as caught:
                 tf.function(compute)(gradients)
             assert isinstance(rt.find_error(caught.value), ronde.Mismatch)
+            with pytest.raises(ronde.Mismatch, match=DIFFERENT) as told:
+                compute(gradients)
+            assert name != "missing" or "rank 0: bucket 0 of 1 without 'dense_0/kernel:0'" in str(told.value)
+    variables = [tf.Variable(tf.zeros([4, 2])), tf.Variable(tf.zeros([4, 2]))]
+    slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([me]), tf.constant([4, 2]))
+    with pytest.raises(ronde.Mismatch, match=r"rank 0: bucket 0 of 1 without 'Variable:0'"):
+        rt.reduce_gradients([slices, None] if me else [None, slices], variables)
 
 
 @check

@@ -38,9 +38,16 @@ class BroadcastGlobalVariablesCallback(own.BroadcastInitialState):
         self._is_done = True
 
     def _is_local_slot(self, slot: Any) -> bool:
-        """Whether an optimizer's variable belongs to a local one: Keras names it after it."""
-        paths = [str(getattr(variable, "path", variable.name)).replace("/", "_") for variable in self._local_variables]
-        return any(path in slot.path.replace("/", "_") for path in paths)
+        """Whether an optimizer's variable belongs to a local one: Keras names it after it, behind its own name. Of
+        several variables after which it could be named, it is that with the longest path."""
+        name = slot.path.rpartition("/")[2]
+        variables = [*self.model.variables, *self._local_variables]
+        owners = [each for each in variables if f"{name}_".startswith(f"{_path_of(each).replace('/', '_')}_")]
+        return bool(owners) and contains(self._local_variables, max(owners, key=lambda each: len(_path_of(each))))
+
+
+def _path_of(variable: Any) -> str:
+    return str(getattr(variable, "path", variable.name))
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types

@@ -93,7 +93,7 @@ class HorovodGradientReduction:
                 named,
                 settings=self._settings_for(gradients, variables, variable_names(named)),
                 group=group_of(self.process_set),
-                name=site if _executing_eagerly() else unique_in_graph(f"gradients {site}"),
+                name=site if _executing_eagerly() else unique_in_graph(f"gradients {site}", is_given=False),
             )
         return [
             each if each is None or isinstance(each, tf.IndexedSlices) else self.compression.decompress(each, context)

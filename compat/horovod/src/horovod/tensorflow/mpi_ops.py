@@ -131,7 +131,7 @@ def operation_name(kind: str, name: str | None) -> str | None:
     and eagerly the given one; None: by the order of the calls."""
     if _executing_eagerly():
         return name
-    return unique_in_graph(name or f"{kind} {call_site()}")
+    return unique_in_graph(name or f"{kind} {call_site()}", is_given=bool(name))
 
 
 # --- collectives ---------------------------------------------------------------------------------------------------
