@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -247,8 +248,11 @@ class KerasGradientReduction:
         is_compared = keras.ops.equal(self._step_variable, self._compare_at_step)
         parameters = [keras.ops.convert_to_tensor(variable) for variable in variables]
 
+        # TensorFlow keeps this function for as long as the process lives, so it must not hold the variables.
+        names = [SimpleNamespace(path=common_name(variable)) for variable in variables]
+
         def compare(*arrays: Any) -> list[Any]:
-            self._compared_variables = variables
+            self._compared_variables = names
             self._compare(arrays)
             return [np.True_]
 
