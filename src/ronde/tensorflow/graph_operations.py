@@ -185,8 +185,9 @@ def get_graph_ops(*, communicates: bool = True) -> Any:
     """The functions that add native operations to a graph; None if operations have to run through Python. Called
     before a node is added: functions that are being traced for XLA are traced without it from here on, and a node that
     communicates is refused where ranks could mistake one turn of a loop for another."""
-    for function in _find_functions_for_xla():
-        _switch_off_xla(function)
+    for function in _find_traced_functions():
+        if getattr(function, "_jit_compile", False):
+            _switch_off_xla(function)
     _run_turns_in_order()
     if communicates and not tf.compat.v1.executing_eagerly_outside_functions():
         _check_order()
@@ -196,7 +197,7 @@ def get_graph_ops(*, communicates: bool = True) -> Any:
 def _check_order() -> None:
     """Raise if the operation that is being added to the graph of a session could run several times in any order: in a
     loop whose turns may overtake each other, or in a function that may be called several times."""
-    if _find_function_graphs()[0].building_function:
+    if _find_function_graphs()[0].building_function and _find_traced_functions():
         raise ValueError(
             "an operation that communicates is in a tf.function inside of a session's graph, which runs the calls of a "
             "function in any order, so that ranks would mix up their numbers; leave @tf.function away there, or run "
@@ -215,16 +216,16 @@ def _check_order() -> None:
             )
 
 
-def _find_functions_for_xla() -> list[Any]:
-    """The tf.functions with jit_compile=True that are being traced by this thread, the innermost first."""
+def _find_traced_functions() -> list[Any]:
+    """The tf.functions that are being traced by this thread, the innermost first. Keras 2 has graphs of functions that
+    belong to no tf.function, to try a layer out."""
     found: list[Any] = []
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code.co_name in ("__call__", "_call", "_initialize", "get_concrete_function"):
             owner = frame.f_locals.get("self")
-            is_compiled = isinstance(owner, FUNCTION_CLASS) and getattr(owner, "_jit_compile", False)
-            if is_compiled and not any(owner is each for each in found):
+            if isinstance(owner, FUNCTION_CLASS) and not any(owner is each for each in found):
                 found.append(owner)
     return found
 
