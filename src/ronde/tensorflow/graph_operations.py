@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import tensorflow as tf
@@ -73,6 +73,7 @@ class GraphNames:
 
 
 # What these hold must not hold the graph, or no graph would ever be freed.
+_single_calls: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
 _names: WeakKeyDictionary[Any, GraphNames] = WeakKeyDictionary()
 _last_python_node: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
@@ -132,8 +133,10 @@ def unique_in_graph(base: str, *, is_given: bool) -> str:
         name = f"{base} in {function}"
     for each in outer:
         each.inside.add(base)
-    number = own.counts[name]
-    own.counts[name] += 1
+    # The functions of a session's graph may run at the same time, so names are counted in the whole of it.
+    counts = own.counts if tf.compat.v1.executing_eagerly_outside_functions() or not outer else outer[-1].counts
+    number = counts[name]
+    counts[name] += 1
     return f"{name}#{number}" if number else name
 
 
@@ -196,13 +199,9 @@ def get_graph_ops(*, communicates: bool = True) -> Any:
 
 def _check_order() -> None:
     """Raise if the operation that is being added to the graph of a session could run several times in any order: in a
-    loop whose turns may overtake each other, or in a function that may be called several times."""
-    if _find_function_graphs()[0].building_function and _find_traced_functions():
-        raise ValueError(
-            "an operation that communicates is in a tf.function inside of a session's graph, which runs the calls of a "
-            "function in any order, so that ranks would mix up their numbers; leave @tf.function away there, or run "
-            "the function eagerly"
-        )
+    loop whose turns may overtake each other, or in a function that is called several times."""
+    for function in _find_traced_functions():
+        _allow_one_call(function)
     if tf.compat.v1.get_default_graph() is _find_function_graphs()[0]:
         return  # its loops are nodes of its own, see _run_turns_in_order()
     frame = sys._getframe(1)
@@ -214,6 +213,29 @@ def _check_order() -> None:
                 "so that ranks would mix up their numbers; pass parallel_iterations=1 to tf.while_loop, tf.scan or "
                 "tf.map_fn"
             )
+
+
+def _allow_one_call(function: Any) -> None:
+    """Let a tf.function that communicates be called once in each graph of a session."""
+    if function in _single_calls:
+        return
+    graphs = _single_calls.setdefault(function, WeakSet())
+    graphs.add(_find_function_graphs()[-1])
+    call = function._call
+
+    def call_once(*args: Any, **kwargs: Any) -> Any:
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            graph = _find_function_graphs()[-1]
+            if graph in graphs:
+                raise ValueError(
+                    f"the tf.function {getattr(function, '__name__', '')!r}, which communicates, is called twice in a "
+                    "session's graph, which runs the calls in any order, so that ranks would mix up their numbers; "
+                    "leave @tf.function away there, or run the function eagerly"
+                )
+            graphs.add(graph)
+        return call(*args, **kwargs)
+
+    function._call = call_once
 
 
 def _find_traced_functions() -> list[Any]:
