@@ -249,7 +249,7 @@ class KerasGradientReduction:
         parameters = [keras.ops.convert_to_tensor(variable) for variable in variables]
 
         # TensorFlow keeps this function for as long as the process lives, so it must not hold the variables.
-        names = [SimpleNamespace(path=common_name(variable)) for variable in variables]
+        names = [SimpleNamespace(name="", path=common_name(variable)) for variable in variables]
 
         def compare(*arrays: Any) -> list[Any]:
             self._compared_variables = names

@@ -184,6 +184,8 @@ def plans_may_be_opened_in_any_order() -> None:
 
 @check
 def plans_in_a_branch_and_outside_are_not_mixed_up() -> None:
+    if count_python_ranks() > 1:
+        return  # such nodes wait for the other rank, and nothing says which comes first: the branch or what is outside
     me = ronde.rank()
     variables = [tf.Variable(tf.zeros([300])) for _ in range(4)]
     settings = rt.GradientSettings(bucket_mb=0.002)
