@@ -47,7 +47,7 @@ std::pair<std::vector<Outcome>, uint64_t> match(const std::vector<CallHeader>& h
       ronde::HostBarrier barrier(topology, nullptr);
       Deadline deadline(60);
       std::atomic<int32_t> waiting_for{-1};
-      ronde::CallWait wait(topology, nullptr, signals[rank].get(), deadline, &waiting_for);
+      ronde::CallWait wait(topology, nullptr, signals[rank].get(), deadline, false, &waiting_for);
       ronde::ScratchBuffer scratch[3];
       uint32_t slots_used = 0;
       CallMatcher matcher(topology);

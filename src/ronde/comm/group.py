@@ -59,7 +59,7 @@ from ronde.comm.operations import (
 from ronde.comm.work import Work
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.event_loop import check_threads_can_start
-from ronde.net.messages import AbortChannel, CanShareIds, RefuseOperation
+from ronde.net.messages import AbortChannel, CanShareIds
 from ronde.text import format_ranks
 from ronde.types import Deadline, DType, Op, OperationKind
 
@@ -498,9 +498,7 @@ class Group:
         self._num_reducers += 1
         return self._num_reducers
 
-    def open_plan_channel(
-        self, bucket_bytes: int, name: str, *, overlapped: bool = False, number: int = 0
-    ) -> Channel:
+    def open_plan_channel(self, bucket_bytes: int, name: str, *, overlapped: bool = False, number: int = 0) -> Channel:
         # A channel for one plan. All members open those of one name, which may be empty, in the same order; or they
         # give a number, under which it is opened once and can be tried again. The options are those of ChannelSpec.
         if not number:
@@ -525,9 +523,9 @@ class Group:
         self._control_thread.waits.enqueue(AbortChannel(id, NativeStatus.PEER_LOST, rank, 0, why))
 
     def refuse_operation(self, name: str, why: str) -> None:
-        # Let no operation of this name run any more in this round: each member gets a Mismatch for what it has
-        # announced under it, or announces later.
-        self._control_thread.waits.enqueue(RefuseOperation(self.id, name, why))
+        # Let no operation of this name run any more in this round: each member gets a Mismatch for it.
+        if self._named_operations is not None:
+            self._named_operations.refuse(name, why)
 
     def leave_mailboxes(self, deadline: Deadline) -> None:
         # Called before this rank sends its last messages: no handler is called any more, and nothing more is posted.

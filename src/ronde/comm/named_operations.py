@@ -26,7 +26,7 @@ from ronde.comm.operations import AllreduceWork
 from ronde.comm.reentry import InsideOperation, reentry_error, this_thread
 from ronde.comm.work import BatchStart, ControlItem, NegotiationWaits, Work
 from ronde.errors import PeerLost, RondeError, RoundEnded
-from ronde.net.messages import AbortChannel, AgreedOperation, OperationRequest
+from ronde.net.messages import AbortChannel, AgreedOperation, OperationRequest, RefuseOperation
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.timeline import NegotiationSlice
 from ronde.types import Deadline, DType, Op, OperationKind
@@ -50,8 +50,8 @@ class CachedRequest(NamedTuple):
 
 
 class NamedOperations:
-    """The named operations of one group. announce(), run(), the reports on what waits, and abort() are for any thread,
-    the rest for the control thread."""
+    """The named operations of one group. announce(), run(), refuse(), the reports on what waits, and abort() are for
+    any thread, the rest for the control thread."""
 
     def __init__(
         self,
@@ -119,6 +119,18 @@ class NamedOperations:
             self.announce(work, timeout_s)
             return work.wait()
         return self._run_shared(work, cached, Deadline(timeout_s))
+
+    def refuse(self, name: str, why: str) -> None:
+        """Let no operation of this name run any more in this round, on any member: each gets a Mismatch for what it has
+        announced under it, or announces later. What this rank has announced in shared memory is taken back first."""
+        request = None
+        with self._lock:
+            work = self._works.get(name)
+            if work is not None and work.shared_id >= 0 and not work.done() and self._withdraw(work):
+                request = self._make_request(work)
+        self._waits.enqueue(RefuseOperation(self.group, name, why))
+        if request is not None:
+            self._waits.enqueue(request)
 
     def resend_in_full(self, id: int) -> OperationRequest | None:
         """Return the request in full that was announced by an id which the coordinator does not know any more; None if

@@ -26,7 +26,6 @@ import numpy as np
 import tensorflow as tf
 
 from ronde.comm.group import Group
-from ronde.comm.world import resolve_group
 from ronde.tensorflow.graph_operations import (
     add_alltoall,
     add_barrier,
@@ -35,6 +34,7 @@ from ronde.tensorflow.graph_operations import (
     add_same_shape,
     backward_name,
     operation_name,
+    resolve_group,
     without_autograph,
 )
 from ronde.tensorflow.op_library import GraphOperation

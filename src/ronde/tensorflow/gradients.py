@@ -24,7 +24,6 @@ from ronde.comm.buffers import address_of
 from ronde.comm.call import MAX_DESCRIPTION_BYTES, CallOptions, Signature, Span, get_signature, hash_signature
 from ronde.comm.channel import Channel
 from ronde.comm.group import Group
-from ronde.comm.world import resolve_group
 from ronde.tensorflow.collectives import DTYPES, allreduce_slices, as_array, as_tensor, differentiable
 from ronde.tensorflow.graph_operations import (
     add_python_node,
@@ -32,6 +31,7 @@ from ronde.tensorflow.graph_operations import (
     find_call_site,
     get_graph_ops,
     get_world_can_change,
+    resolve_group,
     run_independently,
     unique_in_graph,
     without_autograph,

@@ -27,17 +27,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import tensorflow as tf
 
+from ronde.comm.group import Group
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
 from ronde.tensorflow.graph_errors import describe_error
 from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import (
     NUMBERS,
+    check_group,
     find_group,
     get_ops,
     group_of,
@@ -71,6 +73,7 @@ class GraphNames:
 
 
 # What these hold must not hold the graph, or no graph would ever be freed.
+_single_calls: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
 _names: WeakKeyDictionary[Any, GraphNames] = WeakKeyDictionary()
 _last_python_node: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
@@ -82,6 +85,13 @@ def without_autograph(function: _Function) -> _Function:
     """A decorator of functions that users call while a graph is built: AutoGraph leaves them as they are."""
     converted: _Function = tf.autograph.experimental.do_not_convert(function)
     return converted
+
+
+def resolve_group(group: Group | None) -> Group:
+    """The group, or that of all ranks. In a graph, one of an earlier round is an error."""
+    if group is not None and not tf.executing_eagerly():
+        check_group(group)
+    return current_world("a TensorFlow operation").group if group is None else group
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -123,8 +133,10 @@ def unique_in_graph(base: str, *, is_given: bool) -> str:
         name = f"{base} in {function}"
     for each in outer:
         each.inside.add(base)
-    number = own.counts[name]
-    own.counts[name] += 1
+    # The functions of a session's graph may run at the same time, so names are counted in the whole of it.
+    counts = own.counts if tf.compat.v1.executing_eagerly_outside_functions() or not outer else outer[-1].counts
+    number = counts[name]
+    counts[name] += 1
     return f"{name}#{number}" if number else name
 
 
@@ -176,8 +188,9 @@ def get_graph_ops(*, communicates: bool = True) -> Any:
     """The functions that add native operations to a graph; None if operations have to run through Python. Called
     before a node is added: functions that are being traced for XLA are traced without it from here on, and a node that
     communicates is refused where ranks could mistake one turn of a loop for another."""
-    for function in _find_functions_for_xla():
-        _switch_off_xla(function)
+    for function in _find_traced_functions():
+        if getattr(function, "_jit_compile", False):
+            _switch_off_xla(function)
     _run_turns_in_order()
     if communicates and not tf.compat.v1.executing_eagerly_outside_functions():
         _check_order()
@@ -186,13 +199,9 @@ def get_graph_ops(*, communicates: bool = True) -> Any:
 
 def _check_order() -> None:
     """Raise if the operation that is being added to the graph of a session could run several times in any order: in a
-    loop whose turns may overtake each other, or in a function that may be called several times."""
-    if _find_function_graphs()[0].building_function:
-        raise ValueError(
-            "an operation that communicates is in a tf.function inside of a session's graph, which runs the calls of a "
-            "function in any order, so that ranks would mix up their numbers; leave @tf.function away there, or run "
-            "the function eagerly"
-        )
+    loop whose turns may overtake each other, or in a function that is called several times."""
+    for function in _find_traced_functions():
+        _allow_one_call(function)
     if tf.compat.v1.get_default_graph() is _find_function_graphs()[0]:
         return  # its loops are nodes of its own, see _run_turns_in_order()
     frame = sys._getframe(1)
@@ -206,16 +215,39 @@ def _check_order() -> None:
             )
 
 
-def _find_functions_for_xla() -> list[Any]:
-    """The tf.functions with jit_compile=True that are being traced by this thread, the innermost first."""
+def _allow_one_call(function: Any) -> None:
+    """Let a tf.function that communicates be called once in each graph of a session."""
+    if function in _single_calls:
+        return
+    graphs = _single_calls.setdefault(function, WeakSet())
+    graphs.add(_find_function_graphs()[-1])
+    call = function._call
+
+    def call_once(*args: Any, **kwargs: Any) -> Any:
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            graph = _find_function_graphs()[-1]
+            if graph in graphs:
+                raise ValueError(
+                    f"the tf.function {getattr(function, '__name__', '')!r}, which communicates, is called twice in a "
+                    "session's graph, which runs the calls in any order, so that ranks would mix up their numbers; "
+                    "leave @tf.function away there, or run the function eagerly"
+                )
+            graphs.add(graph)
+        return call(*args, **kwargs)
+
+    function._call = call_once
+
+
+def _find_traced_functions() -> list[Any]:
+    """The tf.functions that are being traced by this thread, the innermost first. Keras 2 has graphs of functions that
+    belong to no tf.function, to try a layer out."""
     found: list[Any] = []
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code.co_name in ("__call__", "_call", "_initialize", "get_concrete_function"):
             owner = frame.f_locals.get("self")
-            is_compiled = isinstance(owner, FUNCTION_CLASS) and getattr(owner, "_jit_compile", False)
-            if is_compiled and not any(owner is each for each in found):
+            if isinstance(owner, FUNCTION_CLASS) and not any(owner is each for each in found):
                 found.append(owner)
     return found
 

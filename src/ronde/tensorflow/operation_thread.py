@@ -83,6 +83,11 @@ def find_group(id: int, members: int = 0) -> Group:
     raise ValueError(f"a TensorFlow graph uses group {id}, which this round does not have; build the graph again")
 
 
+def check_group(group: Group) -> None:
+    """ValueError if the group is not one of this round: graphs know groups by their numbers."""
+    find_group(group.id, hash_members(group.ranks))
+
+
 def group_of(operation: GraphOperation) -> Group:
     """The group of an operation in a graph, if the current round has it."""
     return find_group(operation.group, operation.members)

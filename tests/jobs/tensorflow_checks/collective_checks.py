@@ -342,7 +342,7 @@ def turns_of_a_loop_in_the_graph_of_a_session_run_in_order() -> None:
 def a_self_test_that_is_killed_is_run_again_and_one_that_crashes_is_not() -> None:
     def test_ends_with(status: int) -> str:
         done = subprocess.CompletedProcess([], status, stdout="passed\n", stderr="the end")
-        with mock.patch.object(op_library.subprocess, "run", return_value=done):
+        with mock.patch.object(subprocess, "run", return_value=done):
             return op_library.find_problem("auto", "native")
 
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(op_library, "cache_dir", lambda: Path(folder)):

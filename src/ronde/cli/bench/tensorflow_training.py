@@ -293,11 +293,11 @@ class TensorFlowTraining:
 
         ends: list[StepEnd] = []
 
-        class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+        class BatchTimer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
             def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
                 ends.append(read_clocks())
 
-        callbacks = [*self._library.make_callbacks(), StepTimer()]
+        callbacks = [*self._library.make_callbacks(), BatchTimer()]
         self._network.fit(self._dataset, steps_per_epoch=num_steps, shuffle=False, verbose=0, callbacks=callbacks)
         return ends
 
