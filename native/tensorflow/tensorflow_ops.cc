@@ -454,7 +454,7 @@ struct BucketPlan {
   int64_t next_bucket = 0;
   int64_t step = 0;           // the number of the last step that has started a bucket; counts in all rounds
   int64_t num_finishing = 0;  // kernels RondeFinishBucket of that step that have begun and not ended
-  int64_t refused_step = 0;   // a step that another one ran at once with: it fails, too
+  int64_t refused_step = 0;   // the step that was under way when another one began; both fail
 };
 
 struct BucketTable {

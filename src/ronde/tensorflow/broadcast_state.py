@@ -38,6 +38,11 @@ def broadcast_variables(variables: Sequence[Any], root: int = 0, *, group: Group
 
 
 def _broadcast_eagerly(members: Group, variables: list[Any], root: int) -> None:
+    if not variables:
+        raise ValueError(
+            "broadcast_variables got no variables: a model that is not built has none yet; call it on a batch, or give "
+            "it an Input layer"
+        )
     tensors = [tf.convert_to_tensor(variable) for variable in variables]
     described = [f"{each.dtype.name}{each.shape.as_list()}" for each in tensors]
     check_equal(members, f"broadcast_variables of {len(variables)} variables", described)

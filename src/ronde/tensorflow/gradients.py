@@ -5,8 +5,9 @@ reduced while the backward pass goes on. The starts of a graph are chained: ever
 one order, on a channel that the plan has for itself, whatever order TensorFlow runs the rest in. What the members have
 to agree on travels with every bucket as a hash, so different plans are an error that names them.
 
-A plan is known by its name, and not by what it contains: a function that is traced again, with another batch size or by
-one rank only, uses the same channel.
+A *plan* is the list of buckets of one call of reduce_gradients(), in their order; a *wire* is a gradient in the dtype
+in which it travels. A plan is known by its name, and not by what it contains: a function that is traced again, with
+another batch size or by one rank only, uses the same channel.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ def _reduce_dense(reduction: DenseReduction, gradients: Sequence[Any]) -> list[A
 
 
 def _reduce_wires(members: Group, plan: str, wires: list[Any], buckets: Sequence[PlannedBucket]) -> list[Any]:
-    """What is in buckets is reduced, and differentiable; the rest, which has no elements, stays."""
+    """Return the tensors, reduced bucket by bucket and differentiable. Those without elements come back as they are."""
     if not tf.executing_eagerly() and (ops := get_graph_ops()) is not None:
         return _add_bucket_nodes(ops, members, plan, wires, buckets)
 

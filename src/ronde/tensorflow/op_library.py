@@ -58,7 +58,7 @@ logger = logging.getLogger("ronde.tensorflow")
 
 
 def hash_members(ranks: Sequence[int]) -> int:
-    """Of the ranks of a group; not 0."""
+    """A hash of a group's ranks. Never 0, which stands for any."""
     return hash_signature(repr(tuple(ranks))) or 1
 
 

@@ -53,8 +53,8 @@ from ronde.types import Deadline
 TAKE_S = 5.0
 """How long the thread waits for a job before it looks at deadlines again."""
 LAST_S = 1.0
-"""When so much of its time is left, an operation that has not started is waited for, by a thread that learns which
-ranks are missing."""
+"""So long before its deadline, an operation that has not started gets a thread that waits for it, so that its error can
+name the missing ranks."""
 STOP_S = 5.0
 MAX_CHANNEL_NAME = 60
 
@@ -304,7 +304,7 @@ class OperationThread:
         comes after it."""
         self._not_over: OrderedDict[int, _NamedJob] = OrderedDict()
         """By identity, the jobs whose operations are not over, or wait for one that is not; the one that expires first
-        is in front. Without those of which a thread learns why they do not start."""
+        is in front. Those that _await_start() has taken over are not in it."""
         self._thread = threading.Thread(target=self._run, name="ronde-tensorflow", daemon=True)
         start_thread(self._thread)
         atexit.register(self.stop)

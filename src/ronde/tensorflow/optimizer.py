@@ -17,6 +17,8 @@ from ronde.training.gradient_settings import GradientSettings
 from ronde.types import Op
 
 _ATTRIBUTE = "_ronde_reduction"
+UNUSED_SETTINGS = ("average_passes", "compare_at_step", "idle_steps")
+"""Settings that are for optimizers which see every step and every pass."""
 
 
 class GradientReduction:
@@ -31,6 +33,9 @@ class GradientReduction:
         local_variables: Sequence[Any] = (),
         scale_local: bool = True,
     ) -> None:
+        for setting in UNUSED_SETTINGS:
+            if getattr(settings, setting) != getattr(GradientSettings(), setting):
+                raise ValueError(f"{setting} has no effect on gradients of TensorFlow; leave it out")
         self.settings = settings
         self.local_variables = list(local_variables)
         """Variables whose gradients stay on this rank."""

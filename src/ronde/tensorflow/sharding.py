@@ -180,14 +180,15 @@ def divide(total: Any, rank: Any, size: Any) -> tuple[Any, Any]:
 
 
 def refuse_own_shuffle(dataset: Any) -> None:
-    """Raise ValueError if the dataset is shuffled in another order on every rank, or in each iteration: ranks would
-    lose some elements and use others twice."""
+    """Raise ValueError if the dataset is shuffled: the order depends on global seeds, so ranks may differ in it, lose
+    some elements and use others twice."""
     pending = [dataset]
     while pending:
         each = pending.pop()
-        if "ShuffleDataset" in type(each).__name__ and getattr(each, "_reshuffle_each_iteration", True) is not False:
+        if "ShuffleDataset" in type(each).__name__:
             raise ValueError(
                 "the dataset is shuffled before it is dealt out, so the order differs between ranks and iterations, "
-                "and elements would be lost; leave its shuffle() out, and pass shuffle= and seed= to shard()"
+                "and elements would be lost; leave its shuffle() out (of list_files(): shuffle=False), and pass "
+                "shuffle= and seed= to shard()"
             )
         pending.extend(each._inputs() if hasattr(each, "_inputs") else ())

@@ -25,7 +25,7 @@ def weigh(count: Any, mean: Any, variance: Any) -> list[Any]:
 
 
 def unweigh(total: Any, maximum: Callable[[Any, float], Any]) -> tuple[Any, Any, Any]:
-    """Number, mean and variance, of the sums."""
+    """The inverse of weigh(): total number, mean and variance from the sums over members."""
     count = maximum(total[0], 1.0)
     mean = total[1] / count
     return count, mean, maximum(total[2] / count - mean * mean, 0.0)

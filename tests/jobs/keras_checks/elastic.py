@@ -143,6 +143,26 @@ def check_arrays_are_dealt_out_once_for_any_batch() -> None:
     assert "shuffle=False" in error_of(lambda: fit_shuffled(x))
 
 
+def check_every_epoch_of_fit_has_an_order_of_its_own() -> None:
+    x = np.arange(40, dtype="float32")[:, None]
+    sharded = shard((x, x), global_batch=8, seed=1)
+    seen: list[float] = []
+    get_batch = sharded._get_batch
+
+    def record(*position: Any) -> Any:
+        batch = get_batch(*position)
+        seen.extend(batch[0][:, 0].tolist())
+        return batch
+
+    sharded._get_batch = record  # type: ignore[assignment, method-assign]
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=BACKEND != "jax")
+    model.fit(sharded, epochs=3, shuffle=False, verbose=0)
+    assert sharded.epoch == 3
+    share = [seen[-60:][start : start + 20] for start in (0, 20, 40)]  # Keras may look at a batch before
+    assert share[0] != share[1] != share[2]
+
+
 def fit_shuffled(x: Array) -> None:
     model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", run_eagerly=BACKEND != "jax")

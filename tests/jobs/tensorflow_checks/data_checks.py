@@ -93,6 +93,7 @@ def mistakes_with_data_are_told() -> None:
     source = tf.data.Dataset.range(20)
     for make, told in (
         (lambda: rt.shard(source.shuffle(5), global_batch=4), "leave its shuffle"),
+        (lambda: rt.shard(source.shuffle(5, reshuffle_each_iteration=False), global_batch=4), "leave its shuffle"),
         (lambda: rt.shard(source.repeat(), global_batch=4), "has no end"),
         (lambda: rt.shard(source, global_batch=4, per_rank_batch=2), "either global_batch or"),
         (lambda: rt.shard(source, global_batch=4, ends="none"), "ends must be one of"),

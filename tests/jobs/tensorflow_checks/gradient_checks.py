@@ -234,6 +234,14 @@ def reduced_gradients_have_gradients() -> None:
 
 
 @check
+def what_has_no_effect_is_refused() -> None:
+    with pytest.raises(ValueError, match="compare_at_step has no effect on gradients of TensorFlow"):
+        rt.DistributedGradientTape(tf.GradientTape(), compare_at_step=1)
+    with pytest.raises(ValueError, match="got no variables: a model that is not built"):
+        rt.broadcast_variables([])
+
+
+@check
 def graphs_are_freed() -> None:
     if count_python_ranks():
         return  # TensorFlow keeps what tf.custom_gradient has added to a graph

@@ -22,8 +22,12 @@ def broadcast_variables(
 ) -> Any:
     """Give the root's values to the variables of all ranks. In a graph, return the operation that does so."""
     group = group_of(process_set)
+    given = list(variables)
     with tensorflow_errors():
-        return ronde.tensorflow.broadcast_variables(list(variables), root_rank, group=group)
+        if not given and _executing_eagerly():  # such as those of an optimizer without a state
+            check_equal(group, "broadcast_variables of 0 variables", [])
+            return None
+        return ronde.tensorflow.broadcast_variables(given, root_rank, group=group)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
