@@ -56,9 +56,11 @@ host-tools:
 	      slurm-wlm munge; } > /dev/null 2>&1 || echo "that failed: tests that need what is missing are skipped"; \
 	  else echo "no sshd, ip, slurmd or munged here: tests that need what is missing are skipped"; fi; fi
 
+# The soaks have dozens of processes: they run alone. 5 says that ARGS selects none of a kind.
 test-python: build host-tools  ## the Python tests; ARGS goes to pytest
 	$(call heading,Python tests)
-	$(PYTEST) $(ARGS)
+	$(BIN)/pytest -q -m alone $(ARGS) || test $$? = 5
+	$(PYTEST) -m "not alone" $(ARGS) || test $$? = 5
 
 test-quick: .venv/.ready $(LIBRARY)  ## the inner loop: unit and conformance tests but the slow ones, within 3 minutes
 	$(PYTEST) -q -m "not slow" tests/unit tests/conformance $(ARGS)

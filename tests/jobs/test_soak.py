@@ -9,7 +9,7 @@ import pytest
 
 from tests.jobs.soak import LOSS_TOLERANCE, run_chaos, run_goodput
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 SECONDS_S = 100.0
 
 

@@ -166,6 +166,7 @@ def begin_rounds() -> None:
     for function in (add, lambda: step("at once")):
         for _ in range(3):
             function()
+        ronde.barrier()  # rank 1 is out of the last one, too
         # The second one comes while the first waits for rank 1, which comes when both have failed.
         if ronde.rank() == 0:
             texts += call_in_threads(function, 2)
