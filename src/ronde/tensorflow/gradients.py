@@ -92,13 +92,23 @@ def reduce_gradients(
     if dense:
         for index, each in zip(dense, _reduce_dense(reduction, [prepared[i] for i in dense]), strict=True):
             results[index] = each
-    elif slices and tf.executing_eagerly():  # matched by their order: find out whether they are the same ones
-        _reduce_dense(reduction._replace(names=("agreement",)), [tf.zeros([1])])
+    elif slices:  # they only gather: find out whether the members have the same ones and combine them alike
+        agreed = _reduce_dense(reduction._replace(names=("agreement",)), [tf.zeros([1])])
+        for index in slices:
+            prepared[index] = _after_agreement(prepared[index], agreed)
     for index in slices:
         options = GraphOperation("allreduce", group=members.id, op=op.name.lower())
         part = None if tf.executing_eagerly() else f"{plan_name}.{index}"
         results[index] = allreduce_slices(members, prepared[index], options, part)
     return count_reduction(results)
+
+
+def _after_agreement(slices: Any, agreed: Sequence[Any]) -> Any:
+    """The slices, which are sent when the members have agreed. In a graph only: eagerly they have by now."""
+    if tf.executing_eagerly():
+        return slices
+    with tf.control_dependencies(list(agreed)):
+        return tf.IndexedSlices(tf.identity(slices.values), tf.identity(slices.indices), slices.dense_shape)
 
 
 def variable_names(variables: Sequence[Any]) -> list[str]:

@@ -388,8 +388,24 @@ def different_plans_are_an_error_that_names_them() -> None:
             assert name != "missing" or "rank 0: bucket 0 of 1 without 'dense_0/kernel:0'" in str(told.value)
     variables = [tf.Variable(tf.zeros([4, 2])), tf.Variable(tf.zeros([4, 2]))]
     slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([me]), tf.constant([4, 2]))
-    with pytest.raises(ronde.Mismatch, match=r"rank 0: bucket 0 of 1 without 'Variable:0'"):
-        rt.reduce_gradients([slices, None] if me else [None, slices], variables)
+    others: list[Any] = [slices, None] if me else [None, slices]
+    alone = r"rank 0: bucket 0 of 1 without 'Variable:0'"
+    with pytest.raises(ronde.Mismatch, match=alone):
+        rt.reduce_gradients(others, variables)
+
+    @in_graph
+    def reduce_other_slices() -> Any:
+        return [each.values for each in rt.reduce_gradients(others, variables) if each is not None]
+
+    @in_graph
+    def reduce_slices_otherwise() -> Any:
+        settings = rt.GradientSettings(op="mean" if me else "sum")
+        return rt.reduce_gradients([slices], variables[:1], settings=settings)[0].values
+
+    with pytest.raises(tf.errors.OpError, match=alone):
+        reduce_other_slices()
+    with pytest.raises(tf.errors.OpError, match=r"rank 0: .*\bsum of .*rank 1: .*\bmean of"):
+        reduce_slices_otherwise()
 
 
 @check
