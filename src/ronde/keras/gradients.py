@@ -241,9 +241,10 @@ class KerasGradientReduction:
         """Compare the variables in one of the steps that TensorFlow runs, eagerly or in a graph. The others only
         count."""
         from ronde.tensorflow.graph_operations import add_python_node
+        from ronde.tensorflow.step_counter import make_counter
 
         if self._step_variable is None:
-            self._step_variable = keras.Variable(0, dtype="int32", trainable=False, name="ronde_steps")
+            self._step_variable = make_counter("ronde_steps")
         self._step_variable.assign_add(1)
         is_compared = keras.ops.equal(self._step_variable, self._compare_at_step)
         parameters = [keras.ops.convert_to_tensor(variable) for variable in variables]

@@ -68,17 +68,26 @@ def _is_in_eager_program() -> bool:
 def _get_variable() -> Any:
     with _lock:
         if _counter.variable is None:
-            # In a thread of its own: a function that is traced notices variables that are made meanwhile in its thread,
-            # and is traced once more because of them.
-            thread = threading.Thread(target=_make_variable, name="ronde-tensorflow-counter", daemon=True)
-            thread.start()
-            thread.join()
+            _counter.variable = make_counter("ronde_reductions")
         return _counter.variable
 
 
-def _make_variable() -> None:
-    with tf.device("CPU:0"):
-        _counter.variable = tf.Variable(0, dtype=tf.int64, trainable=False, name="ronde_reductions")
+def make_counter(name: str) -> Any:
+    """A variable that counts from 0, also if a function is being traced.
+
+    It is made in a thread of its own: a function notices variables that are made in the thread in which it is traced,
+    is traced once more because of them, and refuses them if it was traced before.
+    """
+    made: list[Any] = []
+
+    def make() -> None:
+        with tf.device("CPU:0"):
+            made.append(tf.Variable(0, dtype=tf.int64, trainable=False, name=name))
+
+    thread = threading.Thread(target=make, name="ronde-tensorflow-counter", daemon=True)
+    thread.start()
+    thread.join()
+    return made[0]
 
 
 def _tensors_of(gradient: Any) -> list[Any]:

@@ -363,6 +363,27 @@ def check_two_optimizers_in_turn() -> None:
         assert_same_on_all_ranks(weights(model))
 
 
+def check_a_function_that_was_traced_before_uses_another_optimizer() -> None:
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    model = perceptron()
+    optimizers = [DistributedOptimizer(each(0.1)) for each in (keras.optimizers.SGD, keras.optimizers.Adam)]
+    for optimizer in optimizers:
+        optimizer.build(model.trainable_variables)
+
+    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow has no types
+    def step(index: int) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(tf.ones([2, 8]) * (1.0 + ronde.rank())) ** 2)
+        optimizers[index].apply(tape.gradient(loss, model.trainable_variables))
+
+    for index in (0, 0, 1, 1):
+        step(index)
+    assert_same_on_all_ranks(weights(model))
+
+
 def check_mistakes_are_named() -> None:
     optimizer = DistributedOptimizer("sgd")
     assert "distributed already" in error_of(lambda: DistributedOptimizer(optimizer))
