@@ -13,9 +13,10 @@ import tensorflow as tf
 
 import ronde
 import ronde.tensorflow as rt
+from ronde.comm.world import current_world
 from ronde.tensorflow.graph_operations import add_python_node
 from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import get_ops
+from ronde.tensorflow.operation_thread import get_ops, plan_channels
 from tests.jobs.tensorflow_checks.checks import check, count_python_ranks, in_graph, make_session
 
 v1 = tf.compat.v1
@@ -257,6 +258,32 @@ def graphs_are_freed() -> None:
     del function
     gc.collect()
     assert graph() is None
+
+
+class Owner:
+    """Of a plan."""
+
+
+@check
+def a_channel_is_closed_when_its_owner_is_gone_on_all_ranks_and_opened_again_when_needed() -> None:
+    variable, owners = tf.Variable([1.0]), {"first": Owner()}
+    plan_channels.set_owner(owners["first"], "owned.1")
+
+    def make(name: str) -> Any:
+        function = tf.function(lambda x: rt.reduce_gradients([x], [variable], name=name)[0])
+        return function.get_concrete_function(tf.TensorSpec([1]))
+
+    reduce_first, group = make("owned.1"), current_world().group.id
+    x = tf.constant([2.0 * ronde.rank()])
+    assert reduce_first(x).numpy().tolist() == [1.0]
+    channel = plan_channels.find(f"{group}.owned.1")
+    for index, gone in ((10, -1), (11, 0), (12, 1)):  # the rank whose owner goes before this one is opened
+        if gone == ronde.rank():
+            owners.clear()
+        assert make(f"owned.{index}")(x).numpy().tolist() == [1.0]
+        assert (plan_channels.find(f"{group}.owned.1") is channel) == (gone != 1)
+    assert plan_channels.find(f"{group}.owned.10") is not None, "only its name begins alike"
+    assert reduce_first(x).numpy().tolist() == [1.0]
 
 
 @check
