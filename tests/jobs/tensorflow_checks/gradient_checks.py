@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -258,6 +259,52 @@ def graphs_are_freed() -> None:
     del function
     gc.collect()
     assert graph() is None
+
+
+class Trained(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
+    """What a user saves: a model with its training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = tf.Variable([1.0])
+
+    @tf.function(input_signature=[tf.TensorSpec([1])])  # type: ignore[untyped-decorator]
+    def step(self, x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = self.weight * x
+        [gradient] = rt.DistributedGradientTape(tape).gradient(loss, [self.weight])
+        self.weight.assign_sub(gradient)
+
+    @tf.function(input_signature=[tf.TensorSpec([1])])  # type: ignore[untyped-decorator]
+    def predict(self, x: Any) -> Any:
+        return self.weight * x
+
+
+@check
+def a_module_with_its_training_step_can_be_saved() -> None:
+    module = Trained()
+    module.step(tf.constant([2.0 * ronde.rank()]))
+    assert module.weight.numpy().tolist() == [0.0]
+    module.weight.assign([3.0])
+    with tempfile.TemporaryDirectory() as folder:
+        tf.saved_model.save(module, folder)
+        loaded = tf.saved_model.load(folder)
+        assert loaded.predict(tf.constant([2.0])).numpy().tolist() == [6.0]
+
+
+@check
+def a_jacobian_is_that_of_the_rank() -> None:
+    weight = tf.Variable([2.0, 3.0])
+    with tf.GradientTape(persistent=True) as tape:
+        y = weight * (1.0 + ronde.rank())
+        rows = tf.reshape(weight, [1, 2])
+        tape.watch(rows)
+        products = rows * (1.0 + ronde.rank())
+    distributed = rt.DistributedGradientTape(tape)
+    expected = np.eye(2) * (1.0 + ronde.rank())
+    np.testing.assert_array_equal(distributed.jacobian(y, weight), expected)
+    np.testing.assert_array_equal(distributed.batch_jacobian(products, rows), [expected])
+    assert distributed.gradient(y, weight).numpy().tolist() == [1.5, 1.5]
 
 
 class Owner:
