@@ -261,6 +261,22 @@ def graphs_are_freed() -> None:
     assert graph() is None
 
 
+@check
+def gradients_that_travel_together_are_known_by_their_places() -> None:
+    """Names of layers count what a process has built before, so they may differ between ranks."""
+    variables = [tf.Variable([0.0], name=f"dense_{ronde.rank() + number}/kernel") for number in range(3)]
+    names = [each.name for each in variables]
+
+    def compute(sets: Any) -> Any:
+        settings = rt.GradientSettings(together=sets)
+        return rt.reduce_gradients([tf.ones([1])] * 3, variables, settings=settings)
+
+    for convert in (lambda function: function, tf.function):
+        assert [float(each[0]) for each in convert(compute)((names[:2], names[2:]))] == [1.0] * 3
+        with pytest.raises((ronde.Mismatch, tf.errors.OpError), match="asked for different things"):
+            convert(compute)((names[:2],) if ronde.rank() else (names[1:],))
+
+
 class Trained(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
     """What a user saves: a model with its training step."""
 
