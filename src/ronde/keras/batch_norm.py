@@ -55,7 +55,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return combine_moments(*own, group=self._group)
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
-        """What it returns has the shape of its inputs; so nothing has to run to find that out."""
+        # What it returns has the shape of its inputs; so nothing has to run to find that out.
         return keras.KerasTensor(args[0].shape, dtype=self.compute_dtype)
 
 

@@ -107,12 +107,12 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):
         return self.loop_over(self._get_batch(start, index) for index in range(len(self)))
 
     def on_epoch_begin(self) -> None:
-        """Called by fit()."""
+        # Called by fit().
         self._start, self._next_index = self._next_position(), 0
 
     def on_epoch_end(self) -> None:
-        """Called by fit(), also before the first epoch, when it has looked at a batch. Without a State, which counts
-        steps, the next epoch begins when all batches were asked for."""
+        # Called by fit(), also before the first epoch, when it has looked at a batch. Without a State, which counts
+        # steps, the next epoch begins when all batches were asked for.
         is_over = self._start is not None and self._next_index >= len(self)
         self._start = None
         if is_over and self._state is None:
