@@ -147,8 +147,7 @@ def _describe_sources(package: str) -> Iterator[str]:
             yield f"A module. {(ast.get_docstring(tree) or '').partition(chr(10) * 2)[0]}"
             for kind in tree.body:
                 if isinstance(kind, ast.ClassDef):
-                    made = [each for each in kind.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-                    texts = [ast.get_docstring(each) for each in (kind, *made)]
+                    texts = [ast.get_docstring(kind), *map(ast.get_docstring, _find_constructor(kind))]
                     code = f"{package}.{name}.{kind.name}{_source_signature(kind)}"
                     yield _entry(code, "\n\n".join(text for text in texts if text))
         elif module.startswith(f"{package}."):
@@ -176,13 +175,11 @@ def _describe_definition(name: str, module: str, original: str) -> Iterator[str]
 
 def _source_members(kind: ast.ClassDef) -> Iterator[str]:
     """The attributes that __init__ makes, then methods and properties: those that have a docstring."""
-    methods = [node for node in kind.body if isinstance(node, ast.FunctionDef)]
-    for method in methods:
-        if method.name == "__init__":
-            yield from (_entry(name, docstring) for name, _, docstring in _assignments(method.body) if docstring)
-    for method in methods:
-        docstring = ast.get_docstring(method)
-        if not method.name.startswith("_") and docstring:
+    for made in _find_constructor(kind):
+        yield from (_entry(name, docstring) for name, _, docstring in _assignments(made.body) if docstring)
+    for method in kind.body:
+        docstring = ast.get_docstring(method) if isinstance(method, ast.FunctionDef) else None
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and docstring:
             is_property = any(ast.unparse(each) == "property" for each in method.decorator_list)
             yield _entry(method.name if is_property else f"{method.name}{_format_arguments(method)}", docstring)
 
@@ -190,8 +187,12 @@ def _source_members(kind: ast.ClassDef) -> Iterator[str]:
 def _source_signature(node: ast.ClassDef | ast.FunctionDef) -> str:
     if isinstance(node, ast.FunctionDef):
         return _format_arguments(node)
-    made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-    return _format_arguments(made[0]) if made else ""
+    return "".join(map(_format_arguments, _find_constructor(node)))
+
+
+def _find_constructor(kind: ast.ClassDef) -> list[ast.FunctionDef]:
+    """Its __init__, or nothing."""
+    return [node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
 
 
 def _find_definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
