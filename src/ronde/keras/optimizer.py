@@ -217,7 +217,7 @@ def after_backward(grads: Sequence[Any]) -> Iterator[None]:
     data, as at the end of a dataset whose length is not known, may count an iteration before it fails, on some ranks
     and not on others."""
     if keras.backend.backend() == "tensorflow":
-        from ronde.tensorflow.step_counter import after_first_gradient
+        from ronde.tensorflow.gradients import after_first_gradient
 
         with after_first_gradient(grads):
             yield
