@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from ronde.comm.group import Group
+from ronde.keras.elastic_state import count_reductions
 from ronde.training.data_position import DataPosition
 from ronde.training.global_batches import equal_shares
 from ronde.training.sample_sharding import SamplePosition, count_steps, epoch_order, part_of_batch, share_out
@@ -121,6 +122,9 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):
     def _set(self, position: SamplePosition, carried_from: SamplePosition | None) -> None:
         super()._set(position, carried_from)
         self._start = None  # a call of fit() may have been left in the middle of an epoch
+
+    def _count_reductions(self) -> int:
+        return count_reductions()
 
     def _get_batch(self, start: SamplePosition, index: int) -> Any:
         assert self.length is not None
