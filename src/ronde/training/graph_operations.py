@@ -35,9 +35,9 @@ from ronde.training.graph_errors import describe_error
 from ronde.types import Deadline
 
 UNKNOWN, INVALID_ARGUMENT, FAILED_PRECONDITION = 2, 3, 9
-"""Codes of errors, which TensorFlow and XLA have in common. An operation that failed for a reason outside of the program
-is UNKNOWN, and not ABORTED, after which a MonitoredSession would begin again and again. A mistake of the caller is
-INVALID_ARGUMENT; when ranks disagree, it is FAILED_PRECONDITION."""
+"""Codes of errors, which TensorFlow and XLA have in common. An operation that failed for a reason outside of the
+program is UNKNOWN, and not ABORTED, after which a MonitoredSession would begin again and again. A mistake of the caller
+is INVALID_ARGUMENT; when ranks disagree, it is FAILED_PRECONDITION."""
 
 TAKE_S = 5.0
 """How long the thread waits for a job before it looks at deadlines again."""
