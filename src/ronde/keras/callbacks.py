@@ -28,7 +28,7 @@ from ronde.keras.variables import broadcast_parameters, variables_of
 from ronde.text import format_rank_answers
 from ronde.training.data_position import DataPosition
 from ronde.training.learning_rate import warmup
-from ronde.training.metrics import weighted_means, weighted_values
+from ronde.training.metrics import average_metrics
 
 
 class BroadcastInitialState(keras.callbacks.Callback):
@@ -228,17 +228,6 @@ def count_samples(model: Any) -> float:
         if metric.name == "loss" and hasattr(metric, "count"):
             return float(keras.ops.convert_to_numpy(metric.count.value)) or 1.0
     return 1.0
-
-
-def average_metrics(
-    values: Mapping[str, Any], *, count: float | Mapping[str, float] = 1.0, group: Group | None = None
-) -> dict[str, float]:
-    """Return the means over all ranks, weighted by `count`, the number of samples that this rank's values stand for.
-
-    For what model.evaluate(…, return_dict=True) returns. Every rank calls it, even one without a sample: with count=0
-    its values do not count. Every rank gets the same numbers.
-    """
-    return weighted_means(objects.allgather(weighted_values(values, count), group=group))
 
 
 class LearningRateSchedule(keras.callbacks.Callback):

@@ -6,7 +6,7 @@ random generators. They are kept at every step end, and return to that when a ra
 has change only when it steps, so only commit() copies them, and whether it has begun to step decides what happens after
 a loss:
 
-tensorflow   the counter of ronde.tensorflow.step_counter, which is raised before an optimizer gets gradients
+tensorflow   the counter of reductions in ronde.tensorflow.gradients, which is raised before an optimizer gets gradients
 torch        the optimizer's own counter of iterations: Python runs in every step
 jax          a step of fit() gives its memory away to the next state, so that nothing is left of an interrupted one:
              training goes on from the last commit. Elsewhere as with torch
@@ -212,9 +212,9 @@ def count_reductions() -> int:
     """How many times gradients were reduced by TensorFlow in this process; 0 with other backends."""
     if keras.backend.backend() != "tensorflow":
         return 0
-    from ronde.tensorflow import step_counter
+    from ronde.tensorflow import gradients
 
-    return step_counter.count_reductions()
+    return gradients.count_reductions()
 
 
 def have_values(variables: Sequence[Any]) -> bool:

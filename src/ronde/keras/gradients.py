@@ -202,7 +202,7 @@ class KerasGradientReduction:
 
     def _reduce_tensorflow(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         from ronde.tensorflow.gradients import reduce_gradients
-        from ronde.tensorflow.operation_thread import plan_channels
+        from ronde.tensorflow.plan_channels import plan_channels
 
         if not self._is_owner:
             self._is_owner = True
@@ -250,8 +250,8 @@ class KerasGradientReduction:
     def _add_comparison(self, variables: Sequence[Any]) -> None:
         """Compare the variables in one of the steps that TensorFlow runs, eagerly or in a graph. The others only
         count."""
+        from ronde.tensorflow.gradients import make_counter
         from ronde.tensorflow.graph_operations import add_python_node
-        from ronde.tensorflow.step_counter import make_counter
 
         if self._step_variable is None:
             self._step_variable = make_counter("ronde_steps")

@@ -12,7 +12,7 @@ from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.tensorflow.collectives import size_op
 from ronde.tensorflow.gradients import reduce_gradients
-from ronde.tensorflow.graph_operations import without_autograph
+from ronde.tensorflow.tracing import without_autograph
 from ronde.training.gradient_settings import GradientSettings
 from ronde.types import Op
 
@@ -95,8 +95,8 @@ def DistributedGradientTape(
         gradients = tape.gradient(loss, model.trainable_variables)
 
     `codec` (float16 or bfloat16), `group` and `name` are as in reduce_gradients(), and further settings are those of
-    GradientSettings. Gradients of `local_variables` stay on their
-    rank; with scale_local they are divided by the number of ranks, so that they weigh as much as those of the others.
+    GradientSettings. Gradients of `local_variables` stay on their rank; with scale_local they are divided by the
+    number of ranks, so that they weigh as much as those of the others.
     """
     distributed = object.__new__(_tape_class(type(tape)))
     distributed.__dict__ = tape.__dict__

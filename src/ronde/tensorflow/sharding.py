@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ronde.comm.group import Group
+from ronde.tensorflow.gradients import count_reductions
 from ronde.training.data_position import DataPosition
 
 GRAPH_SEED = 87654321
@@ -124,6 +125,9 @@ class ShardedDataset(DataPosition):
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches from the position to the end of the epoch. The next epoch begins at the end."""
         return self.loop_over(self.dataset)
+
+    def _count_reductions(self) -> int:
+        return count_reductions()
 
     def _build(self) -> Any:
         def start(_: Any) -> Any:

@@ -101,6 +101,24 @@ def a_position_is_valid_for_another_number_of_ranks() -> None:
         rt.shard(source, global_batch=4, shuffle=20, seed=2).load_state_dict(state)
 
 
+@check
+def a_checkpoint_behind_a_step_goes_on_with_the_next_batch() -> None:
+    data = rt.shard(tf.data.Dataset.range(20), global_batch=4)
+    weight = tf.Variable(0.0)
+    positions = []
+
+    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow has no types
+    def step() -> None:
+        weight.assign_sub(rt.reduce_gradients([tf.constant(1.0)], [weight])[0])
+
+    for _ in data:
+        before = data.state_dict()
+        step()
+        positions.append((before["consumed"], data.state_dict()["consumed"], data.consumed))
+    assert positions == [(4 * index, 4 * index + 4, 4 * index) for index in range(5)]
+    assert data.state_dict()["epoch"] == 1
+
+
 def ronde_of_one() -> Any:
     """A group of this rank only."""
     return [ronde.add_group([rank]) for rank in range(ronde.size())][ronde.rank()]
