@@ -54,9 +54,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             return own[1], own[2]
         return combine_moments(*own, group=self._group)
 
-    def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_output_spec(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         # What it returns has the shape of its inputs; so nothing has to run to find that out.
-        return keras.KerasTensor(args[0].shape, dtype=self.compute_dtype)
+        return keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
 
 
 def combine_moments(count: Any, mean: Any, variance: Any, *, group: Group | None) -> tuple[Any, Any]:

@@ -320,6 +320,7 @@ class LearningRateWarmup(LearningRateSchedule):
             steps_per_epoch=steps_per_epoch,
         )
         self.warmup_epochs = warmup_epochs
+        self._is_rising = False  # whether the last rate is still to be set
 
     def _rise(self, epoch: float) -> float:
         num_steps = round(self.warmup_epochs * self._num_steps)
@@ -328,8 +329,17 @@ class LearningRateWarmup(LearningRateSchedule):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the learning rate while the warm-up lasts."""
-        if self._epoch + batch / self._num_steps < self.warmup_epochs:
+        epoch = self._epoch + batch / self._num_steps
+        if epoch < self.warmup_epochs:
             super().on_train_batch_begin(batch, logs)
+            self._is_rising = self.multiplier(epoch) < 1.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Set the last learning rate, if that was not done: with steps_per_execution, Keras tells only of the first and
+        the last batch of an execution."""
+        if self._is_rising and self._epoch + (batch + 1) / self._num_steps >= self.warmup_epochs:
+            self._is_rising = False
+            set_learning_rate(self.model, self.initial_lr, correct=self.momentum_correction)
 
 
 def set_learning_rate(model: Any, lr: float, *, correct: bool) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from ronde.comm.world import current_world
 from ronde.elastic.state import State, StatePart, register_check, register_part
+from ronde.keras.gradients import KerasGradientReduction
 from ronde.keras.optimizer import DistributedBase
 from ronde.keras.variables import broadcast_parameters
 
@@ -147,11 +148,12 @@ class KerasOptimizerPart(StatePart):
         return self._is_counted or keras.backend.backend() != "tensorflow"
 
     def reset(self) -> None:
-        for each in (self._optimizer, getattr(self._optimizer, "inner_optimizer", None)):
-            if isinstance(each, DistributedBase):
-                each.gradient_reduction.reset()
+        for each in reductions_of(self._optimizer):
+            each.reset()
 
     def sync(self, givers: Sequence[int]) -> None:
+        for each in reductions_of(self._optimizer):
+            each.agree_on_name()
         broadcast_parameters(self._find_variables().variables, givers[0], group=current_world().group)
 
     @property
@@ -197,6 +199,13 @@ class KerasOptimizerPart(StatePart):
             )
         with keras.name_scope(optimizer.name):
             optimizer.build(found[0].trainable_variables)
+
+
+def reductions_of(optimizer: Any) -> list[KerasGradientReduction]:
+    """What averages the gradients of an optimizer: none if it is not distributed, two if it has a loss scale and
+    accumulates gradients."""
+    found = (optimizer, getattr(optimizer, "inner_optimizer", None))
+    return [each.gradient_reduction for each in found if isinstance(each, DistributedBase)]
 
 
 def count_reductions() -> int:

@@ -12,9 +12,9 @@ from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.tensorflow.collectives import as_array
 from ronde.tensorflow.graph_operations import add_broadcasts
-from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.tracing import operation_name, without_autograph
 from ronde.training.agreement import check_equal
+from ronde.training.graph_operations import GraphOperation
 
 
 @without_autograph

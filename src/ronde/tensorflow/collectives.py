@@ -34,10 +34,9 @@ from ronde.tensorflow.graph_operations import (
     add_same_shape,
     resolve_group,
 )
-from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import read_number
 from ronde.tensorflow.tracing import backward_name, operation_name, without_autograph
 from ronde.text import format_ranks
+from ronde.training.graph_operations import GraphOperation, read_number
 from ronde.training.moments import backpropagate, unweigh, weigh
 from ronde.types import DType, Op, parse_op
 

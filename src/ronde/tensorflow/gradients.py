@@ -39,14 +39,13 @@ from ronde.tensorflow.graph_operations import (
     resolve_group,
     run_independently,
 )
-from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import group_of
 from ronde.tensorflow.plan_channels import plan_channels
 from ronde.tensorflow.tracing import backward_name, find_call_site, unique_in_graph, without_autograph
 from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
 from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
 from ronde.training.gradient_settings import GradientSettings
+from ronde.training.graph_operations import GraphOperation, group_of
 from ronde.types import Deadline, DType, Op, OperationKind, parse_op
 
 CODECS = ("none", "float16", "bfloat16")
@@ -95,13 +94,23 @@ def reduce_gradients(
     if dense:
         for index, each in zip(dense, _reduce_dense(reduction, [prepared[i] for i in dense]), strict=True):
             results[index] = each
-    elif slices and tf.executing_eagerly():  # matched by their order: find out whether they are the same ones
-        _reduce_dense(reduction._replace(names=("agreement",)), [tf.zeros([1])])
+    elif slices:  # they only gather: find out whether the members have the same ones and combine them alike
+        agreed = _reduce_dense(reduction._replace(names=("agreement",)), [tf.zeros([1])])
+        for index in slices:
+            prepared[index] = _after_agreement(prepared[index], agreed)
     for index in slices:
         options = GraphOperation("allreduce", group=members.id, op=op.name.lower())
         part = None if tf.executing_eagerly() else f"{plan_name}.{index}"
         results[index] = allreduce_slices(members, prepared[index], options, part)
     return count_reduction(results)
+
+
+def _after_agreement(slices: Any, agreed: Sequence[Any]) -> Any:
+    """The slices, which are sent when the members have agreed. In a graph only: eagerly they have by now."""
+    if tf.executing_eagerly():
+        return slices
+    with tf.control_dependencies(list(agreed)):
+        return tf.IndexedSlices(tf.identity(slices.values), tf.identity(slices.indices), slices.dense_shape)
 
 
 def variable_names(variables: Sequence[Any]) -> list[str]:
@@ -436,17 +445,26 @@ def _is_in_eager_program() -> bool:
 def _get_variable() -> Any:
     with _lock:
         if _counter.variable is None:
-            # In a thread of its own: a function that is traced notices variables that are made meanwhile in its thread,
-            # and is traced once more because of them.
-            thread = threading.Thread(target=_make_variable, name="ronde-tensorflow-counter", daemon=True)
-            thread.start()
-            thread.join()
+            _counter.variable = make_counter("ronde_reductions")
         return _counter.variable
 
 
-def _make_variable() -> None:
-    with tf.device("CPU:0"):
-        _counter.variable = tf.Variable(0, dtype=tf.int64, trainable=False, name="ronde_reductions")
+def make_counter(name: str) -> Any:
+    """A variable that counts from 0, also if a function is being traced.
+
+    It is made in a thread of its own: a function notices variables that are made in the thread in which it is traced,
+    is traced once more because of them, and refuses them if it was traced before.
+    """
+    made: list[Any] = []
+
+    def make() -> None:
+        with tf.device("CPU:0"):
+            made.append(tf.Variable(0, dtype=tf.int64, trainable=False, name=name))
+
+    thread = threading.Thread(target=make, name="ronde-tensorflow-counter", daemon=True)
+    thread.start()
+    thread.join()
+    return made[0]
 
 
 def _tensors_of(gradient: Any) -> list[Any]:

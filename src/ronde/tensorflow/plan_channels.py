@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import msgspec
+import numpy as np
 
 from ronde.comm.call import hash_signature
 from ronde.comm.channel import Channel
@@ -22,13 +27,31 @@ MAX_CHANNEL_NAME = 60
 
 
 class PlanChannels:
-    """The channels on which buckets of gradients are reduced, one per plan and round. Safe from any thread."""
+    """The channels on which buckets of gradients are reduced, one per plan and round. Safe from any thread.
+
+    A channel has a thread and descriptors, and a program may make any number of optimizers one after the other. So a
+    plan can have an owner. When the next channel of a group is opened, its members tell each other which plans have
+    lost theirs, and close the channels of those that all of them have told. They cannot do so before: when an owner is
+    freed is not the same on all ranks, and a member may still be in the plan's last call.
+    """
 
     def __init__(self) -> None:
         self._channels: dict[str, tuple[World, Channel]] = {}
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}
         self._held: set[str] = set()
+        self._num_owners: Counter[str] = Counter()
+        """By name, of those that had one."""
+        self._gone: deque[str] = deque()
+        """The names of owners that are gone and still counted. Without the lock: an owner may be freed at any time,
+        also in a thread that has it."""
+
+    def set_owner(self, owner: object, name: str) -> None:
+        """The plans of this name are not used any more when its owners are gone: those of reduce_gradients(name=name),
+        and of their gradients."""
+        with self._lock:
+            self._num_owners[name] += 1
+        weakref.finalize(owner, self._gone.append, name).atexit = False
 
     @contextmanager
     def hold(self, plan: str, group: Group) -> Iterator[Channel]:
@@ -58,7 +81,36 @@ class PlanChannels:
                 channel = group.open_plan_channel(0, _channel_name(plan), overlapped=True, number=1)
                 with self._lock:
                     self._channels[plan] = (world, channel)
+                self._close_unowned(plan, world, group)
             return channel
+
+    def _close_unowned(self, opened: str, world: World, group: Group) -> None:
+        """Close what no member uses any more. Collective: called by all members that have opened a channel."""
+        unowned = [plan for plan in self._find_unowned(world, group) if plan != opened]  # that is used, after all
+        mine = np.frombuffer(msgspec.json.encode(unowned), np.uint8)
+        told = group.allgather_each(mine, f"unused before {opened}")
+        for plan in set.intersection(*(set(msgspec.json.decode(each.tobytes(), type=list[str])) for each in told)):
+            with self._lock:
+                found = self._channels.pop(plan, None)  # None if another thread, which opens another one, was faster
+                self._opening.pop(plan, None)
+            if found is not None:
+                group.close_plan_channel(found[1])
+
+    def _find_unowned(self, world: World, group: Group) -> list[str]:
+        """The plans of the group that have had owners and have none. Those of earlier rounds are forgotten."""
+        with self._lock:
+            while self._gone:
+                self._num_owners[self._gone.popleft()] -= 1
+            unowned: set[str] = set()
+            for name in [name for name, number in self._num_owners.items() if not number]:
+                found = {plan for plan in self._channels if _has_name(plan, name)}
+                old = {plan for plan in found if self._channels[plan][0] is not world}
+                for plan in old:
+                    del self._channels[plan]
+                unowned |= found - old
+                if found == old:  # and no other channel will be opened for this name
+                    del self._num_owners[name]
+        return sorted(each for each in unowned if each.startswith(f"{group.id}."))
 
     def find(self, plan: str) -> Channel | None:
         """The channel, if it was opened in this round."""
@@ -71,6 +123,12 @@ class PlanChannels:
         with self._lock:
             found = self._channels.get(plan)
         return None if found is None else found[1]
+
+
+def _has_name(plan: str, name: str) -> bool:
+    """Whether the plan is one of reduce_gradients(name=name), which adds to it where the name occurs several times."""
+    own = plan.partition(".")[2]
+    return own == name or own.startswith((f"{name}#", f"{name} ", f"{name}."))
 
 
 def _channel_name(plan: str) -> str:

@@ -156,8 +156,11 @@ class ShardedDataset(DataPosition):
             elements = elements.shuffle(self._shuffle, seed=seed, reshuffle_each_iteration=False)
         windows = elements.skip(consumed).window(global_batch, drop_remainder=self.ends == "drop")
 
-        def take_part(*window: Any) -> Any:
-            return self._take_part(window[0] if len(window) == 1 else window, rank, size)
+        structure = windows.element_spec
+
+        def take_part(*window: Any) -> Any:  # tf.data hands the parts of a tuple over one by one
+            parts = tf.nest.pack_sequence_as(structure, tf.nest.flatten(window))
+            return self._take_part(parts, rank, size)
 
         part = windows.flat_map(take_part)
         if self._map is not None:

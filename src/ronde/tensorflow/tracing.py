@@ -33,11 +33,8 @@ logger = logging.getLogger("ronde.tensorflow")
 AUTOGRAPH_FILE = "__autograph_generated_file"
 AUTOGRAPH_PREFIX = "tf__"
 
-_PACKAGES = (
-    *(f"{Path(sys.modules[name].__file__ or '').parent}/" for name in ("ronde", "tensorflow")),
-    *("/keras/src/", "/tf_keras/", "<"),
-)
-"""Files that are not the user's: a name made of a line in them would say nothing."""
+_PACKAGES = tuple(f"{Path(sys.modules[name].__file__ or '').parent}/" for name in ("ronde", "tensorflow"))
+"""Files that are not the caller's: a name made of a line in them would say nothing."""
 
 BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph")
 """TensorFlow's classes of graphs that are a part of a function: branches, and conditions and bodies of loops."""
@@ -69,16 +66,20 @@ def without_autograph(function: _Function) -> _Function:
 
 
 def find_call_site() -> str:
-    """Where the user's code has called ronde, as file:line:function. Of code that AutoGraph has converted, the file is
-    not part of it: its name is another one in each process."""
+    """Where ronde was called, as file:line:function. Of code that AutoGraph has converted, the file is not part of it:
+    its name is another one in each process.
+
+    If it is Keras that has called, as a layer of ronde's, the place is in Keras: fit() may be called in other lines on
+    each rank.
+    """
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES[:2]):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     found = frame
-    while found.f_back is not None and any(part in found.f_code.co_filename for part in _PACKAGES):
+    while found.f_back is not None and found.f_code.co_filename.startswith("<"):  # made while the program runs
         found = found.f_back
-    if any(part in found.f_code.co_filename for part in _PACKAGES):
-        found = frame  # nothing but libraries, as in a thread of Keras
+    if found.f_code.co_filename.startswith("<"):
+        found = frame  # a program without files
     code = found.f_code
     file, function = Path(code.co_filename).name, code.co_name
     if file.startswith(AUTOGRAPH_FILE):

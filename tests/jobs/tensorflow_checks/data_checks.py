@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -52,6 +52,24 @@ def the_last_elements_are_dealt_out_as_the_policy_says() -> None:
         total = float(rt.allreduce(tf.reduce_sum(batch), name="uneven"))
     rt.join()
     assert total == (8 if ronde.rank() == 0 else 4 + 5 + 6 + 7)
+
+
+class Sample(NamedTuple):
+    image: Any
+    label: Any
+
+
+@check
+def elements_keep_their_structure() -> None:
+    x = np.arange(8)
+    structures: list[Any] = [x, (x,), (x, x), {"a": x}, ({"a": (x,)}, x), Sample(x, x)]
+    for structure in structures:
+        source = tf.data.Dataset.from_tensor_slices(structure)
+        batches = list(rt.shard(source, global_batch=4))
+        assert len(batches) == 2
+        for batch in batches:
+            tf.nest.assert_same_structure(batch, structure)
+            assert type(batch) is type(next(iter(source.batch(2))))
 
 
 @check

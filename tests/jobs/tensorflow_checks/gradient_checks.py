@@ -13,9 +13,11 @@ import tensorflow as tf
 
 import ronde
 import ronde.tensorflow as rt
+from ronde.comm.world import current_world
 from ronde.tensorflow.graph_operations import add_python_node
-from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import get_ops
+from ronde.tensorflow.plan_channels import plan_channels
+from ronde.training.graph_operations import GraphOperation
 from tests.jobs.tensorflow_checks.checks import check, count_python_ranks, in_graph, make_session
 
 v1 = tf.compat.v1
@@ -259,6 +261,32 @@ def graphs_are_freed() -> None:
     assert graph() is None
 
 
+class Owner:
+    """Of a plan."""
+
+
+@check
+def a_channel_is_closed_when_its_owner_is_gone_on_all_ranks_and_opened_again_when_needed() -> None:
+    variable, owners = tf.Variable([1.0]), {"first": Owner()}
+    plan_channels.set_owner(owners["first"], "owned.1")
+
+    def make(name: str) -> Any:
+        function = tf.function(lambda x: rt.reduce_gradients([x], [variable], name=name)[0])
+        return function.get_concrete_function(tf.TensorSpec([1]))
+
+    reduce_first, group = make("owned.1"), current_world().group.id
+    x = tf.constant([2.0 * ronde.rank()])
+    assert reduce_first(x).numpy().tolist() == [1.0]
+    channel = plan_channels.find(f"{group}.owned.1")
+    for index, gone in ((10, -1), (11, 0), (12, 1)):  # the rank whose owner goes before this one is opened
+        if gone == ronde.rank():
+            owners.clear()
+        assert make(f"owned.{index}")(x).numpy().tolist() == [1.0]
+        assert (plan_channels.find(f"{group}.owned.1") is channel) == (gone != 1)
+    assert plan_channels.find(f"{group}.owned.10") is not None, "only its name begins alike"
+    assert reduce_first(x).numpy().tolist() == [1.0]
+
+
 @check
 def slices_that_are_not_finite_are_found_in_every_graph() -> None:
     settings = rt.GradientSettings(check_finite=True)
@@ -388,8 +416,24 @@ def different_plans_are_an_error_that_names_them() -> None:
             assert name != "missing" or "rank 0: bucket 0 of 1 without 'dense_0/kernel:0'" in str(told.value)
     variables = [tf.Variable(tf.zeros([4, 2])), tf.Variable(tf.zeros([4, 2]))]
     slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([me]), tf.constant([4, 2]))
-    with pytest.raises(ronde.Mismatch, match=r"rank 0: bucket 0 of 1 without 'Variable:0'"):
-        rt.reduce_gradients([slices, None] if me else [None, slices], variables)
+    others: list[Any] = [slices, None] if me else [None, slices]
+    alone = r"rank 0: bucket 0 of 1 without 'Variable:0'"
+    with pytest.raises(ronde.Mismatch, match=alone):
+        rt.reduce_gradients(others, variables)
+
+    @in_graph
+    def reduce_other_slices() -> Any:
+        return [each.values for each in rt.reduce_gradients(others, variables) if each is not None]
+
+    @in_graph
+    def reduce_slices_otherwise() -> Any:
+        settings = rt.GradientSettings(op="mean" if me else "sum")
+        return rt.reduce_gradients([slices], variables[:1], settings=settings)[0].values
+
+    with pytest.raises(tf.errors.OpError, match=alone):
+        reduce_other_slices()
+    with pytest.raises(tf.errors.OpError, match=r"rank 0: .*\bsum of .*rank 1: .*\bmean of"):
+        reduce_slices_otherwise()
 
 
 @check
