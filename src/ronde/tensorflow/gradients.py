@@ -207,7 +207,13 @@ def plan_buckets(parameters: Sequence[ParameterInfo], reduction: DenseReduction)
     named = [msgspec.structs.replace(each, name=name) for each, name in zip(parameters, reduction.names, strict=True)]
     buckets = assign_buckets(named, (), limits, settings.together)
     options = {name: text for name, text in settings.describe().items() if name != "together"}  # has names of this rank
-    agreed = [reduction.plan, reduction.layout.kinds, options, [each.indices for each in buckets], *map(str, parameters)]
+    agreed = [
+        reduction.plan,
+        reduction.layout.kinds,
+        options,
+        [each.indices for each in buckets],
+        *map(str, parameters),
+    ]
     digest = hash_signature(repr(agreed))
     return tuple(
         _make_bucket(number, bucket, len(buckets), parameters, reduction, digest)
