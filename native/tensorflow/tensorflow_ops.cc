@@ -25,11 +25,9 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -38,6 +36,7 @@
 #include <utility>
 #include <vector>
 
+#include "job_queue.h"
 #include "ronde.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -299,57 +298,11 @@ void end_kernel(Job* job, int code, const char* text) {
   done();
 }
 
-// Jobs for the thread of Python.
-class JobQueue {
- public:
-  void put(std::unique_ptr<Job> job) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!stopped_) {
-        jobs_.push_back(std::move(job));
-        changed_.notify_one();
-        return;
-      }
-    }
-    end_kernel(job.get(), kUnknown, kStopped);
-  }
+void end_untaken(Job* job) { end_kernel(job, kUnknown, kStopped); }
 
-  // Returns the next job; null after timeout_s or when stopped.
-  Job* take(double timeout_s) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return stopped_ || !jobs_.empty(); });
-    if (jobs_.empty()) return nullptr;
-    Job* job = jobs_.front().release();
-    jobs_.pop_front();
-    return job;
-  }
-
-  bool is_stopped() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return stopped_;
-  }
-
-  void stop() {
-    std::deque<std::unique_ptr<Job>> left;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopped_ = true;
-      left.swap(jobs_);
-      changed_.notify_all();
-    }
-    for (auto& job : left) end_kernel(job.get(), kUnknown, kStopped);
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::unique_ptr<Job>> jobs_;
-  bool stopped_ = false;
-};
-
-// Never destroyed: kernels may run while the process ends.
-JobQueue& job_queue() {
-  static JobQueue* queue = new JobQueue;
+// Jobs for the thread of Python. Never destroyed: kernels may run while the process ends.
+framework::JobQueue<Job>& job_queue() {
+  static auto* queue = new framework::JobQueue<Job>(end_untaken);
   return *queue;
 }
 
@@ -975,7 +928,7 @@ EXPORT void ronde_tf_connect(const RondeFunctions* functions) { ronde = *functio
 
 // Waits for the next job. Returns 1, 0 after timeout_s, -1 when ronde_tf_stop was called.
 EXPORT int ronde_tf_take_job(JobView* view, double timeout_s) {
-  Job* job = job_queue().take(timeout_s);
+  Job* job = job_queue().take(timeout_s).release();
   if (job == nullptr) return job_queue().is_stopped() ? -1 : 0;
   const Operation& operation = *job->operation;
   *view = {job,

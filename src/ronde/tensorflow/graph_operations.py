@@ -35,7 +35,7 @@ import tensorflow as tf
 from ronde.comm.group import Group
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
-from ronde.tensorflow.graph_errors import describe_error
+from ronde.training.carried_errors import describe_error
 from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import (
     NUMBERS,

@@ -32,7 +32,7 @@ from ronde.comm.world import World, current_world
 from ronde.errors import Mismatch, OperationTimeout, RondeError, RoundEnded
 from ronde.net.event_loop import start_thread
 from ronde.observe.metrics import Counts
-from ronde.tensorflow.graph_errors import describe_error
+from ronde.training.carried_errors import describe_error
 from ronde.tensorflow.op_library import (
     AT_ONCE,
     FAILED_PRECONDITION,
