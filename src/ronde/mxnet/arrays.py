@@ -32,7 +32,9 @@ def check_array(x: Any, what: str) -> DType:
     if x.stype != "default":
         raise TypeError(f"{what}: cannot use an array of storage type {x.stype}; use x.tostype('default')")
     if x.context.device_type not in CPU_DEVICES:
-        raise TypeError(f"{what}: the array is on {x.context}, and only the CPU can be used; use x.as_in_context(mx.cpu())")
+        raise TypeError(
+            f"{what}: the array is on {x.context}, and only the CPU can be used; use x.as_in_context(mx.cpu())"
+        )
     return get_dtype(x)
 
 

@@ -188,7 +188,7 @@ def _start_same_shape(
     if wait:
         wait_for_arrays([given for given, _ in pairs])
         wait_for_arrays([taken for _, taken in pairs], written=True)
-        _run_by_group(members, kind, _memory(pairs, dtype), options, name).wait()
+        _run_by_group(members, kind, _memory(pairs, dtype), options, name, wait=True)
         return
     signature = get_signature(kind, dtype, tuple(tuple(given.shape) for given, _ in pairs), options)
     if name:
@@ -279,7 +279,8 @@ def _start_named(
     dtype, shapes = signature.dtype.name.lower(), signature.shapes
     memory = [Memory(address, shape, dtype) for address, shape in zip(addresses, (*shapes, *shapes), strict=True)]
     half = len(shapes)
-    return _run_by_group(members, signature.kind, (memory[:half], memory[half:]), options, name)
+    work: Work = _run_by_group(members, signature.kind, (memory[:half], memory[half:]), options, name, wait=False)
+    return work
 
 
 def _run_by_group(
@@ -288,15 +289,14 @@ def _run_by_group(
     memory: tuple[list[Memory], list[Memory]],
     options: CallOptions,
     name: str,
-) -> Work:
+    *,
+    wait: bool,
+) -> Any:  # what the group returns
     inputs, outputs = memory
-    work: Work
-    if kind is OperationKind.ALLREDUCE:
-        scales: dict[str, Any] = {"prescale": options.prescale, "postscale": options.postscale}
-        work = members.allreduce(inputs, op=options.op, out=outputs, name=name or None, wait=False, **scales)
-    else:
-        work = members.broadcast(inputs[0], root=options.root, out=outputs[0], name=name or None, wait=False)
-    return work
+    if kind is OperationKind.BROADCAST:
+        return members.broadcast(inputs[0], root=options.root, out=outputs[0], name=name or None, wait=wait)
+    scales: dict[str, Any] = {"prescale": options.prescale, "postscale": options.postscale}
+    return members.allreduce(inputs, op=options.op, out=outputs, name=name or None, wait=wait, **scales)
 
 
 def _start_reduce_scatter(
@@ -369,9 +369,7 @@ def _index_of_root(members: Group, root: int) -> int:
         return members.ranks.index(operator.index(root))
     except (TypeError, ValueError):
         ranks = format_ranks(members.ranks)
-        raise ValueError(
-            f"broadcast: root must be a member of group {members.id} ({ranks}), got {root!r}"
-        ) from None
+        raise ValueError(f"broadcast: root must be a member of group {members.id} ({ranks}), got {root!r}") from None
 
 
 def _as_result(array: Any, dtype: DType, like: Any) -> Any:

@@ -425,6 +425,4 @@ def submit(stream: OrderedStream, signature: Signature, call: Call) -> Work:
     """Start a call on the open channel of a stream."""
     channel = stream.open_channel()
     running_call = channel.submit(call, ((signature, ""),))
-    return Work(
-        signature, calls=(call,), running_calls=(running_call,), timeout_s=stream.group.operation_timeout_s
-    )
+    return Work(signature, calls=(call,), running_calls=(running_call,), timeout_s=stream.group.operation_timeout_s)

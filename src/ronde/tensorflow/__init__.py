@@ -32,9 +32,9 @@ from ronde.tensorflow.collectives import (
     size_op,
 )
 from ronde.tensorflow.gradients import reduce_gradients
-from ronde.training.carried_errors import find_error
 from ronde.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from ronde.tensorflow.sharding import ShardedDataset, shard
+from ronde.training.carried_errors import find_error
 from ronde.training.gradient_settings import GradientSettings
 
 __all__ = [

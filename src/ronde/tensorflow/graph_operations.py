@@ -35,7 +35,6 @@ import tensorflow as tf
 from ronde.comm.group import Group
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
-from ronde.training.carried_errors import describe_error
 from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import (
     NUMBERS,
@@ -47,6 +46,7 @@ from ronde.tensorflow.operation_thread import (
     read_number,
     start_by_name,
 )
+from ronde.training.carried_errors import describe_error
 
 logger = logging.getLogger("ronde.tensorflow")
 

@@ -32,7 +32,6 @@ from ronde.comm.world import World, current_world
 from ronde.errors import Mismatch, OperationTimeout, RondeError, RoundEnded
 from ronde.net.event_loop import start_thread
 from ronde.observe.metrics import Counts
-from ronde.training.carried_errors import describe_error
 from ronde.tensorflow.op_library import (
     AT_ONCE,
     FAILED_PRECONDITION,
@@ -48,6 +47,7 @@ from ronde.tensorflow.op_library import (
     load_op_library,
 )
 from ronde.text import format_ranks
+from ronde.training.carried_errors import describe_error
 from ronde.types import Deadline
 
 TAKE_S = 5.0
