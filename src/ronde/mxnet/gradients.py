@@ -239,5 +239,3 @@ def _stable_name(name: str) -> str:
     """The name without the numbers that gluon gives to blocks: they depend on what else a process has built, so that
     they may differ between ranks."""
     return re.sub(r"(?<=[a-z])\d+(?=_)", "", name)
-
-

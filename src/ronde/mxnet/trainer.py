@@ -1,7 +1,7 @@
 """The distributed trainer of gluon and the distributed optimizer of the module API.
 
-    trainer = ronde.mxnet.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    trainer.broadcast_parameters()
+trainer = ronde.mxnet.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+trainer.broadcast_parameters()
 """
 
 from __future__ import annotations
