@@ -242,8 +242,9 @@ def _count_others(failure: _FirstFailure, exits: Sequence[RankExit], lost_peers:
 
 
 def _count_processes(exits: Sequence[RankExit]) -> str:
-    noun = "other process" if any(each.name for each in exits) else "other rank"
-    return format_count(len(exits), noun)
+    if not any(each.name for each in exits):
+        return format_count(len(exits), "other rank")
+    return f"{len(exits)} other process{'es' * (len(exits) > 1)}"
 
 
 def _describe_missing(missing: Sequence[RankStack]) -> list[str]:
