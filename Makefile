@@ -66,7 +66,7 @@ test-quick: .venv/.ready $(LIBRARY)  ## the inner loop: unit and conformance tes
 	$(PYTEST) -q -m "not slow" tests/unit tests/conformance $(ARGS)
 
 test-loaded: build host-tools  ## the Python tests beside two busy processes; adds a line to test-loaded.log
-	$(BIN)/python tools/busy.py -n 2 --log test-loaded.log $(PYTEST) $(ARGS)
+	$(BIN)/python tools/busy.py -n 2 --log test-loaded.log $(MAKE) test-python ARGS="$(ARGS)"
 
 soak: .venv/.ready $(LIBRARY) host-tools  ## an elastic job under faults for 30 minutes, and its goodput for 45; ARGS goes to both
 	$(BIN)/python -m tests.jobs.soak chaos $(ARGS)
