@@ -1,5 +1,5 @@
-/* Jobs that a framework's thread leaves for a thread of Python: a queue that never blocks who puts something in. Used by
- * the libraries for TensorFlow and MXNet, which have no other way to reach Python without entering it. */
+/* Jobs that a framework's thread leaves for a thread of Python: a queue that never blocks who puts something in. Used
+ * by the libraries for TensorFlow and MXNet, which have no other way to reach Python without entering it. */
 #ifndef RONDE_FRAMEWORK_JOB_QUEUE_H
 #define RONDE_FRAMEWORK_JOB_QUEUE_H
 

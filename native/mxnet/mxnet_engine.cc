@@ -168,8 +168,8 @@ void run_operation(void*, void* on_complete, void* given) {
   } catch (const std::exception& error) {
     problem = error.what();
   }
-  auto job = std::make_unique<Job>(
-      Job{problem.empty() ? kReady : kFailed, operation->number, operation, std::move(problem)});
+  auto job =
+      std::make_unique<Job>(Job{problem.empty() ? kReady : kFailed, operation->number, operation, std::move(problem)});
   job_queue().put(std::move(job), operation->priority);
 }
 

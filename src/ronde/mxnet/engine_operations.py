@@ -224,17 +224,18 @@ class EngineThread:
         with InsideOperation(operation.description), self._push_lock:
             with self._lock:
                 if isinstance(stream, tuple):
-                    stream = self._named.setdefault(stream, NamedStream(*stream))
-                    stream.num_operations += 1
+                    named = self._named.setdefault(stream, NamedStream(*stream))
+                    named.num_operations += 1
                 self._last_number += 1
-                operation.number, operation.stream = self._last_number, stream
+                found = named if isinstance(stream, tuple) else stream
+                operation.number, operation.stream = self._last_number, found
                 self._pushed[operation.number] = operation
-            stream.add(operation)  # before the engine can call it
+            found.add(operation)  # before the engine can call it
             label = f"ronde_{operation.description.partition(' ')[0]}"
             try:
                 self._library.push(operation.number, read, written, priority, label)
             except BaseException:
-                stream.remove(operation)
+                found.remove(operation)
                 self._forget(operation)
                 raise
 

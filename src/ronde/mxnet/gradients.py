@@ -120,17 +120,17 @@ def make_wire_codec(compression: Any) -> WireCodec | None:
 # --- reduction -------------------------------------------------------------------------------------------------------
 
 
-class _Counter:
+class _ReductionCount:
     num_reductions = 0
 
 
-_counter = _Counter()
+_count = _ReductionCount()
 
 
 def count_reductions() -> int:
     """How many times this process has reduced gradients. An elastic State sees by it whether parameters may have
     changed since the last step end."""
-    return _counter.num_reductions
+    return _count.num_reductions
 
 
 class ParameterGradients(NamedTuple):
@@ -185,7 +185,7 @@ class GradientReducer:
             except Exception:
                 clear_errors()
                 raise
-        _counter.num_reductions += 1
+        _count.num_reductions += 1
 
     def _reduce(self, members: Group, names: Sequence[str], totals: Sequence[Any]) -> None:
         codec = self._codec

@@ -57,14 +57,17 @@ class DistributedTrainer(mx.gluon.Trainer):
         **settings: Any,  # see GradientSettings
     ) -> None:
         wanted = make_settings(op, settings)
-        self._init_distributed(
-            params, optimizer, optimizer_params, GradientReducer(wanted, group, make_wire_codec(compression), name)
-        )
-        self._group = group
-        self._compare_at_step = wanted.compare_at_step
+        reducer = GradientReducer(wanted, group, make_wire_codec(compression), name)
+        self._init_distributed(params, optimizer, optimizer_params, reducer, group, wanted.compare_at_step)
 
     def _init_distributed(
-        self, params: Any, optimizer: Any, optimizer_params: dict[str, Any] | None, reducer: GradientReducer
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: dict[str, Any] | None,
+        reducer: GradientReducer,
+        group: Group | None,
+        compare_at_step: int | None = None,
     ) -> None:
         # For trainers that derive from this one and reduce in their own way.
         if isinstance(optimizer, ReducingOptimizer):
@@ -80,8 +83,8 @@ class DistributedTrainer(mx.gluon.Trainer):
                 )
         self._reducer = reducer
         self._num_steps = 0
-        self._group: Group | None = None
-        self._compare_at_step: int | None = None
+        self._group = group
+        self._compare_at_step = compare_at_step
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Give the parameters of the root, a rank of the world, to all ranks. Those that have no shape yet are given

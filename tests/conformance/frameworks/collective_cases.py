@@ -44,9 +44,7 @@ class CollectiveCase:
 CASES: dict[str, CollectiveCase] = {}
 
 
-def _add(
-    name: str, body: Callable[[Framework], None], for_tensors: bool = False, for_gradients: bool = False
-) -> None:
+def _add(name: str, body: Callable[[Framework], None], for_tensors: bool = False, for_gradients: bool = False) -> None:
     assert name not in CASES, f"{name} is there twice"
     CASES[name] = CollectiveCase(name, body, for_tensors, for_gradients)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from horovod.common.util import check_extension, split_list
-
-check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
-
 from horovod.mxnet.compression import Compression
 from horovod.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
 from horovod.mxnet.mpi_ops import *  # noqa: F403  # the list is there, and once is enough

@@ -244,9 +244,7 @@ def grouped_allgather(
         return tensors
     group = running_group(process_set)
     with mxnet_errors():
-        return ronde.mxnet.allgather(
-            list(tensors), group=group, name=_names.make_name("allgather", name, group)
-        )
+        return ronde.mxnet.allgather(list(tensors), group=group, name=_names.make_name("allgather", name, group))
 
 
 def broadcast(
@@ -271,9 +269,7 @@ def broadcast_(
     return _broadcast(tensor, tensor, root_rank, name, priority, process_set)
 
 
-def _broadcast(
-    tensor: Any, out: Any, root_rank: int, name: str | None, priority: int, process_set: ProcessSet
-) -> Any:
+def _broadcast(tensor: Any, out: Any, root_rank: int, name: str | None, priority: int, process_set: ProcessSet) -> Any:
     group = running_group(process_set)
     name = _names.make_name("broadcast", name, group)
     with mxnet_errors():

@@ -69,9 +69,7 @@ class DistributedTrainer(ronde.mxnet.DistributedTrainer):
             warnings.warn("DistributedTrainer takes the optimizer that DistributedOptimizer was given", stacklevel=2)
         given = list(params.values()) if hasattr(params, "values") else list(params)
         names = [param.name for param in given if param.grad_req != "null"] if num_groups > 0 else []
-        reducer = _make_reducer(
-            compression, gradient_predivide_factor, names, num_groups, prefix or "", process_set
-        )
-        self._init_distributed(params, optimizer, optimizer_params, reducer)
-        self._group = None if process_set is global_process_set else running_group(process_set)
+        reducer = _make_reducer(compression, gradient_predivide_factor, names, num_groups, prefix or "", process_set)
+        group = None if process_set is global_process_set else running_group(process_set)
+        self._init_distributed(params, optimizer, optimizer_params, reducer, group)
         self._scale *= gradient_predivide_factor / running_group(process_set).size
