@@ -279,6 +279,12 @@ class EngineThread:
                 self._idle.wait_for(lambda: not self._pushed)
 
     def stop(self) -> None:
+        """Called when the process ends, before the rank leaves the round and MXNet ends its engine: wait for what was
+        pushed, in which other ranks may count on this one. Operations end when their time is over, or when the rank
+        has left because of an error."""
+        with self._idle:
+            timeouts_s = [each.stream.group.operation_timeout_s for each in self._pushed.values() if each.stream]
+            self._idle.wait_for(lambda: not self._pushed, max(timeouts_s, default=0.0) + STOP_S)
         self._library.stop()
         self._thread.join(STOP_S)
 

@@ -101,11 +101,11 @@ class DistributedTrainer(mx.gluon.Trainer):
             self._reducer.reduce(gradients)
 
     def _compare_parameters(self) -> None:
-        at_step = self._compare_at_step
+        world, members, at_step = current_world("a step"), resolve_group(self._group), self._compare_at_step
         if at_step is None:
-            at_step = current_world("a step").settings.compare_at_step
-        members = resolve_group(self._group)
-        if self._num_steps != at_step or members.size == 1 or members.rank is None:
+            at_step = world.settings.compare_at_step
+        # In an elastic job a rank may come later than others, and its State gives it their parameters.
+        if self._num_steps != at_step or members.size == 1 or members.rank is None or world.can_rejoin:
             return
         checksums = []
         for index, param in enumerate(self._params):

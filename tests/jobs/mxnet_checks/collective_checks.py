@@ -137,9 +137,9 @@ def contexts_of_the_cpu_can_be_mixed() -> None:
 def what_cannot_be_used_is_refused_in_words() -> None:
     sparse = mx.nd.ones((3, 2)).tostype("row_sparse")
     for wait in (False, True):
-        with pytest.raises(TypeError, match="storage type row_sparse; use x.tostype"):
+        with pytest.raises(TypeError, match=r"storage type row_sparse; use x\.tostype"):
             rm.allreduce(sparse, wait=wait)
-        with pytest.raises(TypeError, match="arrays of MXNet, got a ndarray; use mx.nd.array"):
+        with pytest.raises(TypeError, match=r"arrays of MXNet, got a ndarray; use mx\.nd\.array"):
             rm.allreduce(np.ones(3), wait=wait)
         with pytest.raises(ValueError, match=r"out is float32\[3\], but the result is float32\[2\]"):
             rm.allreduce(mx.nd.ones((2,)), out=mx.nd.ones((3,)), wait=wait)
