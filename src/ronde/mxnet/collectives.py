@@ -212,6 +212,16 @@ def push_ordered(
     push(stream, "", signature, pairs, start, priority)
 
 
+def run_ordered(stream: OrderedStream, signature: Signature, arrays: Sequence[Any]) -> None:
+    """Run an operation of a stream on these arrays, in place, in the calling thread. What was pushed to the stream
+    before has ended: the arrays have waited for it, or another operation of the channel does."""
+    wait_for_arrays(arrays)
+    wait_for_arrays(arrays, written=True)
+    addresses = [as_memory(each, signature.dtype).address for each in arrays]
+    spans = tuple(Span(address, address, each.size) for address, each in zip(addresses, arrays, strict=True))
+    stream.open_channel().run(signature.make_call(spans, arrays), signature)
+
+
 def push(
     target: OrderedStream | Group,
     name: str,

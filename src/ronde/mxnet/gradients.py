@@ -4,12 +4,16 @@ Gradients travel in buckets, each of which is one operation in the engine: it st
 bucket is computed, and whatever updates a parameter waits for its bucket only. All of it is pushed at once; nothing
 here waits, except in an elastic job, where no parameter may change before all gradients are there.
 
+Where no core is idle, nothing is gained by that: then the caller waits for its gradients and reduces them itself, which
+spares threads that would wake each other (GradientSettings.overlap).
+
 A parameter on several contexts has a gradient on each. They are summed to one, as MXNet does it, which is reduced and
 copied back to all of them.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +24,7 @@ from ronde.comm.call import hash_signature
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
 from ronde.mxnet.arrays import check_array, clear_errors, get_dtype, wait_for_arrays
-from ronde.mxnet.collectives import push_ordered
+from ronde.mxnet.collectives import push_ordered, run_ordered
 from ronde.mxnet.engine_operations import OrderedStream, streams
 from ronde.training.adapter import ParameterInfo
 from ronde.training.gradient_settings import GradientSettings
@@ -190,13 +194,24 @@ class GradientReducer:
     def _reduce(self, members: Group, names: Sequence[str], totals: Sequence[Any]) -> None:
         codec = self._codec
         wires = list(totals) if codec is None else [codec.encode(i, total) for i, total in enumerate(totals)]
-        stream = self._get_stream(members)
+        stream, overlaps = self._get_stream(members), self._overlaps(members)
         for bucket in self._plan(names, wires):
             pairs = [(wires[index], wires[index]) for index in bucket.indices]
-            push_ordered(stream, bucket.signature, pairs, priority=-min(bucket.indices))
+            if overlaps:
+                push_ordered(stream, bucket.signature, pairs, priority=-min(bucket.indices))
+            else:
+                run_ordered(stream, bucket.signature, [wire for wire, _ in pairs])
         if codec is not None:
             for index, (wire, total) in enumerate(zip(wires, totals, strict=True)):
                 codec.decode(index, wire, total, members.size)
+
+    def _overlaps(self, members: Group) -> bool:
+        """Whether buckets are reduced in the engine, while other things are computed."""
+        if self._settings.overlap is not None:
+            return self._settings.overlap
+        topology = current_world("gradients").topology
+        has_idle_cores = topology.local_size < len(os.sched_getaffinity(0))
+        return has_idle_cores or len({topology.host_indices[rank] for rank in members.ranks}) > 1
 
     def _get_stream(self, members: Group) -> OrderedStream:
         """The stream of this reducer in this round."""

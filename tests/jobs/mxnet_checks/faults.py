@@ -52,7 +52,7 @@ def lose_a_rank_in_an_operation() -> None:
 def lose_a_rank_in_a_step() -> None:
     net = gluon.nn.Dense(50, in_units=100)
     net.initialize(mx.init.One())
-    trainer = rm.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, bucket_mb=0.001)
+    trainer = rm.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, bucket_mb=0.001, overlap=True)
 
     def step() -> Any:
         with autograd.record():

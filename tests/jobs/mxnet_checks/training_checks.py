@@ -65,7 +65,7 @@ def expect_close(found: list[Any], wanted: list[Any], tolerance: float = 1e-5) -
 def a_trainer_learns_what_one_process_learns_from_whole_batches() -> None:
     for optimizer, options in (("sgd", {"learning_rate": 0.1, "momentum": 0.9}), ("adam", {"learning_rate": 0.01})):
         wanted = reference(optimizer, options)
-        for settings in ({}, {"bucket_mb": 0.0001}, {"op": "sum"}, {"predivide": 2.0}):
+        for settings in ({}, {"bucket_mb": 0.0001}, {"op": "sum"}, {"predivide": 2.0}, {"overlap": True}):
             net = make_net(7 if ronde.rank() == 0 else 8)
             trainer = rm.DistributedTrainer(net.collect_params(), optimizer, options, **settings)
             trainer.broadcast_parameters()
@@ -169,7 +169,9 @@ def trainers_with_names_may_step_in_different_orders() -> None:
         return
     nets = [make_net(3), make_net(4)]
     trainers = [
-        rm.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, name=f"t{i}", compare_at_step=0)
+        rm.DistributedTrainer(
+            net.collect_params(), "sgd", {"learning_rate": 0.1}, name=f"t{i}", compare_at_step=0, overlap=True
+        )
         for i, net in enumerate(nets)
     ]
     for _ in range(3):

@@ -47,7 +47,7 @@ class Counter(gluon.nn.Block):  # type: ignore[misc]  # MXNet has no types
 net = Counter()
 net.initialize()
 momentum = {"learning_rate": 1.0, "momentum": 0.0}
-trainer = rm.DistributedTrainer(net.collect_params(), "sgd", momentum, op="sum", bucket_mb=0.003)
+trainer = rm.DistributedTrainer(net.collect_params(), "sgd", momentum, op="sum", bucket_mb=0.003, overlap=True)
 batches = rm.ShardedBatches(LENGTH, global_batch=GLOBAL_BATCH, seed=3)
 state = State(net=net, trainer=trainer, batches=batches)
 sizes: list[int] = []

@@ -28,6 +28,8 @@ HOROVOD = "hvd"
 LOCKSTEP = "lockstep"
 MWMS = "mwms"
 """MultiWorkerMirroredStrategy of TensorFlow."""
+KVSTORE = "kvstore"
+"""The distributed kvstore of MXNet, dist_sync."""
 ALL_PEERS = "gloo,mpi,hvd"
 CHECK_TIMEOUT_S = 60.0
 
@@ -73,7 +75,7 @@ class MeasuredLibrary:
     python: str = sys.executable
     mpiexec: str = ""
     framework: str = ""
-    """What trains, if it is not PyTorch: tensorflow or keras."""
+    """What trains, if it is not PyTorch: tensorflow, keras or mxnet."""
 
     def commands(self, size: int) -> list[tuple[str, ...]]:
         """Start so many ranks: with `ronde run`, with mpiexec, or as plain processes on the loopback interface."""
@@ -82,6 +84,9 @@ class MeasuredLibrary:
             program = ("env", "KERAS_BACKEND=tensorflow", *program)  # its layers are those of Keras
         if self.library in (RONDE, HOROVOD, LOCKSTEP):
             flags = ("-np", str(size), "--grace", "0.5", "--terminate", "0.5")
+            return [(*ONE_THREAD, *RONDE_RUN, *flags, "--", *program)]
+        if self.library == KVSTORE:
+            flags = ("-np", str(size), "--dmlc", "--grace", "0.5", "--terminate", "0.5")
             return [(*ONE_THREAD, *RONDE_RUN, *flags, "--", *program)]
         if self.mpiexec:
             return [(*ONE_THREAD, *OPEN_MPI_SETTINGS, self.mpiexec, "-n", str(size), *program)]
