@@ -213,8 +213,8 @@ def push_ordered(
 
 
 def run_ordered(stream: OrderedStream, signature: Signature, arrays: Sequence[Any]) -> None:
-    """Run an operation of a stream on these arrays, in place, in the calling thread. What was pushed to the stream
-    before has ended: the arrays have waited for it, or another operation of the channel does."""
+    """Run an operation of a stream on these arrays, in place, in the calling thread. Operations of one stream are
+    either all run like this or all pushed: otherwise their order would not be that of the calls."""
     wait_for_arrays(arrays)
     wait_for_arrays(arrays, written=True)
     addresses = [as_memory(each, signature.dtype).address for each in arrays]

@@ -176,7 +176,7 @@ def an_operation_whose_input_has_failed_fails_on_all_ranks() -> None:
             with pytest.raises(mx.MXNetError):
                 result.wait_to_read()
         else:
-            error = error_of(lambda result=result: result)
+            error = error_of(lambda result=result: result)  # type: ignore[misc]  # of one array
             assert isinstance(error, Mismatch), repr(error)
             assert "an array that it reads holds the error of another operation" in str(error)
         try:

@@ -220,7 +220,7 @@ def a_module_learns_what_one_process_learns_from_whole_batches() -> None:
     x, y = X.reshape(-1, 5), Y.reshape(-1, 2)
     options = {"learning_rate": 0.1, "momentum": 0.9}
     wanted = fit(mx.optimizer.create("sgd", rescale_grad=1 / 8, **options), x, y, 8)
-    mine = [x[ronde.rank() :: 2], y[ronde.rank() :: 2]]
+    mine = (x[ronde.rank() :: 2], y[ronde.rank() :: 2])
     optimizer = rm.DistributedOptimizer(mx.optimizer.create("sgd", rescale_grad=1 / 4, **options))
     expect_close(fit(optimizer, *mine, 4), wanted)
     optimizer.lr = 0.5

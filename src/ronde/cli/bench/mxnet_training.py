@@ -40,7 +40,7 @@ def _dense(*sizes: int) -> Any:
     from mxnet import gluon
 
     net = gluon.nn.HybridSequential()
-    for num_in, num_out in itertools.pairwise(sizes):
+    for num_in, num_out in itertools.pairwise(sizes[:-1]):
         net.add(gluon.nn.Dense(num_out, activation="relu", in_units=num_in))
     net.add(gluon.nn.Dense(sizes[-1], in_units=sizes[-2]))
     return net

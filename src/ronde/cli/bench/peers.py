@@ -21,6 +21,7 @@ RONDE_RUN = (
     "run",
 )
 """`ronde run`, whatever files the working directory has."""
+QUICK_END = ("--grace", "0.5", "--terminate", "0.5")
 
 RONDE = "ronde"
 HOROVOD = "hvd"
@@ -83,11 +84,9 @@ class MeasuredLibrary:
         if self.framework == "tensorflow":
             program = ("env", "KERAS_BACKEND=tensorflow", *program)  # its layers are those of Keras
         if self.library in (RONDE, HOROVOD, LOCKSTEP):
-            flags = ("-np", str(size), "--grace", "0.5", "--terminate", "0.5")
-            return [(*ONE_THREAD, *RONDE_RUN, *flags, "--", *program)]
+            return [(*ONE_THREAD, *RONDE_RUN, "-np", str(size), *QUICK_END, "--", *program)]
         if self.library == KVSTORE:
-            flags = ("-np", str(size), "--dmlc", "--grace", "0.5", "--terminate", "0.5")
-            return [(*ONE_THREAD, *RONDE_RUN, *flags, "--", *program)]
+            return [(*ONE_THREAD, *RONDE_RUN, "-np", str(size), "--dmlc", *QUICK_END, "--", *program)]
         if self.mpiexec:
             return [(*ONE_THREAD, *OPEN_MPI_SETTINGS, self.mpiexec, "-n", str(size), *program)]
         env = (*ONE_THREAD, "GLOO_SOCKET_IFNAME=lo")
