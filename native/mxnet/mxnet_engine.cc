@@ -29,11 +29,15 @@
 #include <unordered_set>
 #include <vector>
 
-#include "job_queue.h"
+#include "kernels/job_queue.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
+
+using ronde_kernels::JobQueue;
+using ronde_kernels::kForked;
+using ronde_kernels::kStopped;
 
 // --- MXNet -----------------------------------------------------------------------------------------------------------
 
@@ -81,10 +85,6 @@ void* chunk_of(ArrayHandle array) { return *static_cast<void**>(array); }
 // --- operations ------------------------------------------------------------------------------------------------------
 
 std::atomic<bool> is_forked_child{false};
-constexpr const char* kStopped = "ronde has ended in this process, because the process is ending";
-constexpr const char* kForked =
-    "this process is a forked child of a rank and cannot take part; start workers with the method 'spawn'";
-
 struct Operation {
   int64_t number = 0;  // by which Python knows it
   int priority = 0;
@@ -131,8 +131,8 @@ void end_untaken(Job* job) {
 }
 
 // Never destroyed: operations may run while the process ends.
-framework::JobQueue<Job>& job_queue() {
-  static auto* queue = new framework::JobQueue<Job>(end_untaken);
+JobQueue<Job>& job_queue() {
+  static auto* queue = new JobQueue<Job>(end_untaken);
   return *queue;
 }
 
@@ -257,7 +257,7 @@ EXPORT int ronde_mx_push_failure(ArrayHandle written) {
 // Waits for the next job and returns it, with a view that is valid until ronde_mx_free_job; null after timeout_s, or
 // when ronde_mx_stop was called, which `is_stopped` tells.
 EXPORT void* ronde_mx_take_job(EngineJobView* view, double timeout_s, int32_t* is_stopped) {
-  std::unique_ptr<Job> job = job_queue().take(timeout_s);
+  std::unique_ptr<Job> job(job_queue().take(timeout_s));
   *is_stopped = job == nullptr && job_queue().is_stopped() ? 1 : 0;
   if (job == nullptr) return nullptr;
   Operation* operation = job->operation;

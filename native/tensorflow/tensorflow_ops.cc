@@ -36,12 +36,16 @@
 #include <utility>
 #include <vector>
 
-#include "job_queue.h"
+#include "kernels/job_queue.h"
 #include "ronde.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
+
+using ronde_kernels::JobQueue;
+using ronde_kernels::kForked;
+using ronde_kernels::kStopped;
 
 // --- TensorFlow's C API ----------------------------------------------------------------------------------------------
 
@@ -195,10 +199,6 @@ RondeFunctions ronde{};
 
 std::atomic<bool> is_forked_child{false};
 
-constexpr const char* kForked =
-    "this process is a forked child of a rank and cannot take part; start workers with the method 'spawn'";
-constexpr const char* kStopped = "ronde has ended in this process, because the process is ending";
-
 // What a node of the graph asks for: its attributes.
 struct Operation {
   bool same_shape = false;  // whether outputs are like the inputs
@@ -298,11 +298,9 @@ void end_kernel(Job* job, int code, const char* text) {
   done();
 }
 
-void end_untaken(Job* job) { end_kernel(job, kUnknown, kStopped); }
-
-// Jobs for the thread of Python. Never destroyed: kernels may run while the process ends.
-framework::JobQueue<Job>& job_queue() {
-  static auto* queue = new framework::JobQueue<Job>(end_untaken);
+// Jobs for the thread of Python.
+JobQueue<Job>& job_queue() {
+  static auto* queue = new JobQueue<Job>([](Job* job) { end_kernel(job, kUnknown, kStopped); });
   return *queue;
 }
 
@@ -928,7 +926,7 @@ EXPORT void ronde_tf_connect(const RondeFunctions* functions) { ronde = *functio
 
 // Waits for the next job. Returns 1, 0 after timeout_s, -1 when ronde_tf_stop was called.
 EXPORT int ronde_tf_take_job(JobView* view, double timeout_s) {
-  Job* job = job_queue().take(timeout_s).release();
+  Job* job = job_queue().take(timeout_s);
   if (job == nullptr) return job_queue().is_stopped() ? -1 : 0;
   const Operation& operation = *job->operation;
   *view = {job,

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.h"
-#include "job_queue.h"
+#include "kernels/job_queue.h"
 
 namespace {
 
@@ -16,14 +16,14 @@ std::vector<std::string> ended;
 
 void end_untaken(NamedJob* job) { ended.push_back(job->name); }
 
-using Queue = framework::JobQueue<NamedJob>;
+using Queue = ronde_kernels::JobQueue<NamedJob>;
 
 void put(Queue& queue, const char* name, int64_t priority = 0) {
   queue.put(std::make_unique<NamedJob>(NamedJob{name}), priority);
 }
 
 std::string take(Queue& queue) {
-  auto job = queue.take(10.0);
+  std::unique_ptr<NamedJob> job(queue.take(10.0));
   return job ? job->name : "";
 }
 

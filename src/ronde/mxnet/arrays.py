@@ -12,7 +12,7 @@ from mxnet.ndarray.ndarray import _new_alloc_handle
 from ronde.comm.buffers import NUMPY_DTYPES
 from ronde.comm.call import Memory
 from ronde.mxnet.engine_library import get_address, wait_to_write
-from ronde.training.carried_errors import find_error
+from ronde.training.graph_errors import find_error
 from ronde.types import DType
 
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])

@@ -29,7 +29,7 @@ from ronde.comm.work import Work, call_when_over
 from ronde.errors import OperationTimeout, RondeError
 from ronde.mxnet.engine_library import FAILED, SKIPPED, EngineJob, EngineLibrary, load_engine_library
 from ronde.net.event_loop import start_thread
-from ronde.training.carried_errors import describe_error
+from ronde.training.graph_errors import describe_error
 from ronde.types import Deadline, OperationKind
 
 TAKE_S = 5.0

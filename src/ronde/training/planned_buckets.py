@@ -57,7 +57,8 @@ def plan_buckets(
     limits = choose_size_limits(total_bytes, settings.bucket_mb, overlap=overlap)
     named = [msgspec.structs.replace(each, name=name) for each, name in zip(parameters, names, strict=True)]
     buckets = assign_buckets(named, (), limits, settings.together)
-    agreed = [plan, layout.kinds, settings.describe(), *map(str, parameters)]
+    agreed_settings = {name: text for name, text in settings.describe().items() if name != "together"}  # of this rank
+    agreed = [plan, layout.kinds, agreed_settings, [each.indices for each in buckets], *map(str, parameters)]
     digest = hash_signature(repr(agreed))
     options = CallOptions(parse_op(settings.op), *(factors or (1.0 / settings.predivide, settings.predivide)))
     return tuple(

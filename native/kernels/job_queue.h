@@ -1,7 +1,7 @@
-/* Jobs that a framework's thread leaves for a thread of Python: a queue that never blocks who puts something in. Used
- * by the libraries for TensorFlow and MXNet, which have no other way to reach Python without entering it. */
-#ifndef RONDE_FRAMEWORK_JOB_QUEUE_H
-#define RONDE_FRAMEWORK_JOB_QUEUE_H
+/* The jobs of a framework's kernels, from the threads of the framework to one thread of Python. Used by the libraries
+ * for TensorFlow, JAX and MXNet. */
+#ifndef RONDE_KERNELS_JOB_QUEUE_H_
+#define RONDE_KERNELS_JOB_QUEUE_H_
 
 #include <chrono>
 #include <condition_variable>
@@ -11,15 +11,18 @@
 #include <mutex>
 #include <utility>
 
-namespace framework {
+namespace ronde_kernels {
 
+constexpr const char* kForked =
+    "this process is a forked child of a rank and cannot take part; start workers with the method 'spawn'";
+constexpr const char* kStopped = "ronde has ended in this process, because the process is ending";
+
+// A queue that is never destroyed: kernels may run while the process ends. `refuse` ends the kernel of a job that
+// nobody will take any more.
 template <typename Job>
 class JobQueue {
  public:
-  // Ends a job that nobody will take, because the process is ending.
-  using EndUntaken = void (*)(Job*);
-
-  explicit JobQueue(EndUntaken end_untaken) : end_untaken_(end_untaken) {}
+  explicit JobQueue(void (*refuse)(Job*)) : refuse_(refuse) {}
 
   // Jobs of a higher priority are taken first, equal ones in the order in which they were put in.
   void put(std::unique_ptr<Job> job, int64_t priority = 0) {
@@ -31,15 +34,15 @@ class JobQueue {
         return;
       }
     }
-    end_untaken_(job.get());
+    refuse_(job.get());
   }
 
   // Returns the next job; null after timeout_s or when stopped.
-  std::unique_ptr<Job> take(double timeout_s) {
+  Job* take(double timeout_s) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return stopped_ || !jobs_.empty(); });
     if (jobs_.empty()) return nullptr;
-    std::unique_ptr<Job> job = std::move(jobs_.begin()->second);
+    Job* job = jobs_.begin()->second.release();
     jobs_.erase(jobs_.begin());
     return job;
   }
@@ -49,7 +52,6 @@ class JobQueue {
     return stopped_;
   }
 
-  // Ends all jobs that nobody has taken, and all later ones.
   void stop() {
     std::multimap<int64_t, std::unique_ptr<Job>> left;
     {
@@ -58,17 +60,17 @@ class JobQueue {
       left.swap(jobs_);
       changed_.notify_all();
     }
-    for (auto& each : left) end_untaken_(each.second.get());
+    for (auto& each : left) refuse_(each.second.get());
   }
 
  private:
+  void (*refuse_)(Job*);
   std::mutex mutex_;
   std::condition_variable changed_;
   std::multimap<int64_t, std::unique_ptr<Job>> jobs_;  // by negative priority
-  EndUntaken end_untaken_;
   bool stopped_ = false;
 };
 
-}  // namespace framework
+}  // namespace ronde_kernels
 
 #endif
