@@ -92,6 +92,8 @@ def test_what_others_do_not_come_to_ends_with_an_error_that_names_them(tmp_path:
     assert f"{late}: the one before it, which has timed out, still waits for other ranks" in again
     for each in gradients:
         assert "rank 1 did not connect" in each and "within 5 s" in each
+    seen = (tmp_path / "rank-1").read_text()
+    assert "rank 0 did not come to open" in seen and "within 5 s" in seen and "join()" in seen
 
 
 @needs_tensorflow

@@ -206,7 +206,14 @@ def plan_buckets(parameters: Sequence[ParameterInfo], reduction: DenseReduction)
     limits = choose_size_limits(total_bytes, settings.bucket_mb, overlap=overlap)
     named = [msgspec.structs.replace(each, name=name) for each, name in zip(parameters, reduction.names, strict=True)]
     buckets = assign_buckets(named, (), limits, settings.together)
-    agreed = [reduction.plan, reduction.layout.kinds, settings.describe(), *map(str, parameters)]
+    options = {name: text for name, text in settings.describe().items() if name != "together"}  # has names of this rank
+    agreed = [
+        reduction.plan,
+        reduction.layout.kinds,
+        options,
+        [each.indices for each in buckets],
+        *map(str, parameters),
+    ]
     digest = hash_signature(repr(agreed))
     return tuple(
         _make_bucket(number, bucket, len(buckets), parameters, reduction, digest)
@@ -394,10 +401,13 @@ def _reduce_arrays(
 # --- counting reductions ----------------------------------------------------------------------------------------------
 
 
+COUNTER_NAME = "ronde_reductions"
+
+
 class _Counter:
     num_eager = 0
-    variable: Any = None
-    """Raised in functions, where Python does not run in every step."""
+    is_in_functions = False
+    """Whether there is a counter for functions, in which Python does not run in every step."""
 
 
 _counter = _Counter()
@@ -406,8 +416,10 @@ _lock = threading.Lock()
 
 def count_reductions() -> int:
     """How many times gradients were reduced in this process."""
-    in_functions = 0 if _counter.variable is None else int(_counter.variable.numpy())
-    return _counter.num_eager + in_functions
+    if not _counter.is_in_functions:
+        return _counter.num_eager
+    with tf.init_scope():
+        return _counter.num_eager + int(tf.raw_ops.ReadVariableOp(resource=_find_counter(), dtype=tf.int64))
 
 
 def count_reduction(gradients: list[Any]) -> list[Any]:
@@ -419,15 +431,33 @@ def count_reduction(gradients: list[Any]) -> list[Any]:
     graph = tf.compat.v1.get_default_graph()
     if not graph.building_function or tf.distribute.has_strategy() or not _is_in_eager_program():
         return gradients
-    variable = _get_variable()
+    _prepare_counter()
     if not get_world_can_change():
-        variable.assign_add(1, read_value=False)
+        _add_one()
         return gradients
     tensors = [each for gradient in gradients for each in _tensors_of(gradient)]
     with tf.control_dependencies(tensors):
-        counted = variable.assign_add(1, read_value=False)
+        counted = _add_one()
     with tf.control_dependencies([counted]):
         return [_identity(gradient) for gradient in gradients]
+
+
+def _add_one() -> Any:
+    return tf.raw_ops.AssignAddVariableOp(resource=_find_counter(), value=tf.constant(1, tf.int64))
+
+
+def _find_counter() -> Any:
+    """The counter of functions, found by its name when a function runs: one that was handed to the function would keep
+    it from being saved, because the user's module does not have it."""
+    with tf.device("CPU:0"):
+        return tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=COUNTER_NAME)
+
+
+def _prepare_counter() -> None:
+    with _lock, tf.init_scope():
+        if not _counter.is_in_functions:
+            tf.raw_ops.AssignVariableOp(resource=_find_counter(), value=tf.constant(0, tf.int64))
+            _counter.is_in_functions = True
 
 
 def after_first_gradient(gradients: Sequence[Any]) -> Any:
@@ -440,13 +470,6 @@ def _is_in_eager_program() -> bool:
     """Whether the function that is built is called by Python, and not in the graph of a session."""
     with tf.init_scope():
         return bool(tf.executing_eagerly())
-
-
-def _get_variable() -> Any:
-    with _lock:
-        if _counter.variable is None:
-            _counter.variable = make_counter("ronde_reductions")
-        return _counter.variable
 
 
 def make_counter(name: str) -> Any:

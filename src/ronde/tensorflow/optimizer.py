@@ -120,7 +120,21 @@ def _tape_class(base: Any) -> Any:
         found = base.gradient(self, target, flat, output_gradients, unconnected_gradients)
         return tf.nest.pack_sequence_as(sources, getattr(self, _ATTRIBUTE).reduce(found, flat))
 
-    return type("DistributedGradientTape", (base,), {"gradient": gradient})
+    def local_tape(self: Any) -> Any:
+        local = object.__new__(base)
+        local.__dict__ = self.__dict__
+        return local
+
+    def jacobian(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As tf.GradientTape.jacobian, of this rank alone."""
+        return local_tape(self).jacobian(*args, **kwargs)
+
+    def batch_jacobian(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As tf.GradientTape.batch_jacobian, of this rank alone."""
+        return local_tape(self).batch_jacobian(*args, **kwargs)
+
+    methods = {"gradient": gradient, "jacobian": jacobian, "batch_jacobian": batch_jacobian}
+    return type("DistributedGradientTape", (base,), methods)
 
 
 def DistributedOptimizer(

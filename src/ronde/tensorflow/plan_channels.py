@@ -88,7 +88,7 @@ class PlanChannels:
         """Close what no member uses any more. Collective: called by all members that have opened a channel."""
         unowned = [plan for plan in self._find_unowned(world, group) if plan != opened]  # that is used, after all
         mine = np.frombuffer(msgspec.json.encode(unowned), np.uint8)
-        told = group.allgather_each(mine, f"unused before {opened}")
+        told = group.allgather_each(mine, f"opening of {opened}")
         for plan in set.intersection(*(set(msgspec.json.decode(each.tobytes(), type=list[str])) for each in told)):
             with self._lock:
                 found = self._channels.pop(plan, None)  # None if another thread, which opens another one, was faster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -262,6 +263,68 @@ def graphs_are_freed() -> None:
     del function
     gc.collect()
     assert graph() is None
+
+
+@check
+def gradients_that_travel_together_are_known_by_their_places() -> None:
+    """Names of layers count what a process has built before, so they may differ between ranks."""
+    variables = [tf.Variable([0.0], name=f"dense_{ronde.rank() + number}/kernel") for number in range(3)]
+    names = [each.name for each in variables]
+
+    def compute(sets: Any) -> Any:
+        settings = rt.GradientSettings(together=sets)
+        return rt.reduce_gradients([tf.ones([1])] * 3, variables, settings=settings)
+
+    for convert in (lambda function: function, tf.function):
+        assert [float(each[0]) for each in convert(compute)((names[:2], names[2:]))] == [1.0] * 3
+        with pytest.raises((ronde.Mismatch, tf.errors.OpError), match="asked for different things"):
+            convert(compute)((names[:2],) if ronde.rank() else (names[1:],))
+
+
+class Trained(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
+    """What a user saves: a model with its training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = tf.Variable([1.0])
+
+    @tf.function(input_signature=[tf.TensorSpec([1])])  # type: ignore[untyped-decorator]
+    def step(self, x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = self.weight * x
+        [gradient] = rt.DistributedGradientTape(tape).gradient(loss, [self.weight])
+        self.weight.assign_sub(gradient)
+
+    @tf.function(input_signature=[tf.TensorSpec([1])])  # type: ignore[untyped-decorator]
+    def predict(self, x: Any) -> Any:
+        return self.weight * x
+
+
+@check
+def a_module_with_its_training_step_can_be_saved() -> None:
+    module = Trained()
+    module.step(tf.constant([2.0 * ronde.rank()]))
+    assert module.weight.numpy().tolist() == [0.0]
+    module.weight.assign([3.0])
+    with tempfile.TemporaryDirectory() as folder:
+        tf.saved_model.save(module, folder)
+        loaded = tf.saved_model.load(folder)
+        assert loaded.predict(tf.constant([2.0])).numpy().tolist() == [6.0]
+
+
+@check
+def a_jacobian_is_that_of_the_rank() -> None:
+    weight = tf.Variable([2.0, 3.0])
+    with tf.GradientTape(persistent=True) as tape:
+        y = weight * (1.0 + ronde.rank())
+        rows = tf.reshape(weight, [1, 2])
+        tape.watch(rows)
+        products = rows * (1.0 + ronde.rank())
+    distributed = rt.DistributedGradientTape(tape)
+    expected = np.eye(2) * (1.0 + ronde.rank())
+    np.testing.assert_array_equal(distributed.jacobian(y, weight), expected)
+    np.testing.assert_array_equal(distributed.batch_jacobian(products, rows), [expected])
+    assert distributed.gradient(y, weight).numpy().tolist() == [1.5, 1.5]
 
 
 class Owner:
