@@ -140,9 +140,10 @@ def operation_name(kind: str, name: str | None) -> str:
 
 
 def backward_name(name: str | None) -> str | None:
-    """The name of an operation that computes the gradient of the one with this name."""
+    """The name of an operation that computes the gradient of the one with this name; None of an eager one without. The
+    gradient of an eager operation that a function computes later is known by the place of that call."""
     if not name:
-        return None
+        return None if tf.executing_eagerly() else operation_name("backward", None)
     backward = f"{name}.backward"
     return backward if tf.executing_eagerly() else unique_in_graph(backward, is_given=True)
 
@@ -152,6 +153,8 @@ def backward_name(name: str | None) -> str | None:
 FUNCTION_CLASS: type = type(tf.function(lambda: None))
 MUST_COMPILE = "_XlaMustCompile"
 """The attribute of a function that TensorFlow compiles with XLA as a whole."""
+VECTORIZING_FILE = "parallel_for/control_flow_ops.py"
+"""Where TensorFlow traces functions that are vectorized."""
 TRACING_OPTIONS = ("_variable_creation_config", "_no_variable_creation_config")
 """Where a tf.function keeps the attributes that its next traced functions get."""
 
@@ -164,8 +167,24 @@ def prepare_graph(*, communicates: bool) -> None:
         if getattr(function, "_jit_compile", False):
             _switch_off_xla(function)
     _run_turns_in_order()
+    if communicates:
+        _refuse_turns_at_once()
     if communicates and not tf.compat.v1.executing_eagerly_outside_functions():
         _check_order()
+
+
+def _refuse_turns_at_once() -> None:
+    """Raise if the operation that is being added is in a function whose turns tf.vectorized_map makes one of, and runs
+    at once where that is not possible."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_pfor_impl" and frame.f_code.co_filename.endswith(VECTORIZING_FILE):
+            raise ValueError(
+                "an operation that communicates is in a function of tf.vectorized_map or in a jacobian, whose turns "
+                "may overtake each other, so that ranks would mix up their numbers; use tf.map_fn, or call the "
+                "operation on the whole tensor, and compute jacobians with experimental_use_pfor=False"
+            )
 
 
 def _check_order() -> None:

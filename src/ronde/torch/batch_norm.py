@@ -22,7 +22,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
-from ronde.torch.gradients import call_outside_of_graphs
 from ronde.torch.tensors import ReduceOptions, allgather_tensors, allreduce_tensors
 from ronde.training.moments import backpropagate, unweigh, weigh
 from ronde.training.steps import gradient_weight
@@ -205,6 +204,8 @@ def _convert_layers(module: nn.Module, group: Group | None, done: dict[nn.Module
 
 def combine_moments(count: Any, mean: Any, variance: Any, group: Group | None) -> Any:
     """Mean and variance of all members, of each member's number of values, mean and variance; collective."""
+    from ronde.torch.gradients import call_outside_of_graphs  # imports torch._dynamo, which takes two seconds
+
     return call_outside_of_graphs(_CombineMoments.apply, count, mean, variance, resolve_group(group))
 
 
