@@ -96,7 +96,7 @@ def test_what_runs_twice_at_once_or_was_abandoned_is_an_error_and_works_in_the_n
     for each in (*rank_0[5:7], *rank_1[3:5]):
         assert "the training step before was abandoned on rank 0" in each
     for each in (rank_0[7], rank_1[5]):
-        assert "ValueError: a TensorFlow graph uses group" in each and "of an earlier round" in each
+        assert "ValueError: a compiled graph uses group" in each and "of an earlier round" in each
 
 
 @needs_tensorflow

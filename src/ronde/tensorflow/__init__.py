@@ -32,10 +32,10 @@ from ronde.tensorflow.collectives import (
     size_op,
 )
 from ronde.tensorflow.gradients import reduce_gradients
-from ronde.tensorflow.graph_errors import find_error
 from ronde.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from ronde.tensorflow.sharding import ShardedDataset, shard
 from ronde.training.gradient_settings import GradientSettings
+from ronde.training.graph_errors import find_error
 
 __all__ = [
     "DistributedGradientTape",

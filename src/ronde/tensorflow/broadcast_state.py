@@ -13,8 +13,8 @@ from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.tensorflow.collectives import as_array
 from ronde.tensorflow.graph_operations import add_broadcasts, operation_name, without_autograph
-from ronde.tensorflow.op_library import GraphOperation
 from ronde.training.agreement import check_equal
+from ronde.training.graph_operations import GraphOperation
 from ronde.training.metrics import weighted_means, weighted_values
 
 

@@ -37,9 +37,8 @@ from ronde.tensorflow.graph_operations import (
     resolve_group,
     without_autograph,
 )
-from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import read_number
 from ronde.text import format_ranks
+from ronde.training.graph_operations import GraphOperation, read_number
 from ronde.types import DType, Op, parse_op
 
 DTYPES = frozenset(dtype.name.lower() for dtype in DType)

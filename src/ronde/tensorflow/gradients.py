@@ -37,13 +37,13 @@ from ronde.tensorflow.graph_operations import (
     unique_in_graph,
     without_autograph,
 )
-from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import group_of, plan_channels
+from ronde.tensorflow.operation_thread import plan_channels
 from ronde.tensorflow.step_counter import count_reduction
 from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
 from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
 from ronde.training.gradient_settings import GradientSettings
+from ronde.training.graph_operations import GraphOperation, group_of
 from ronde.types import Deadline, DType, Op, OperationKind, parse_op
 
 CODECS = ("none", "float16", "bfloat16")

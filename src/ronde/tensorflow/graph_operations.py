@@ -35,13 +35,13 @@ import tensorflow as tf
 from ronde.comm.group import Group
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
-from ronde.tensorflow.graph_errors import describe_error
-from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import (
+from ronde.tensorflow.operation_thread import get_ops
+from ronde.training.graph_errors import describe_error
+from ronde.training.graph_operations import (
     NUMBERS,
+    GraphOperation,
     check_group,
     find_group,
-    get_ops,
     group_of,
     names_in_python,
     read_number,

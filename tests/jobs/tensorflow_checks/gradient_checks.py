@@ -14,8 +14,8 @@ import tensorflow as tf
 import ronde
 import ronde.tensorflow as rt
 from ronde.tensorflow.graph_operations import add_python_node
-from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import get_ops
+from ronde.training.graph_operations import GraphOperation
 from tests.jobs.tensorflow_checks.checks import check, count_python_ranks, in_graph, make_session
 
 v1 = tf.compat.v1
