@@ -35,7 +35,7 @@ from ronde.comm.world import current_world
 from ronde.errors import RondeError
 from ronde.observe.metrics import Counts
 from ronde.settings import cache_dir
-from ronde.training.graph_operations import UNKNOWN, GraphOperation
+from ronde.training.graph_operations import UNKNOWN, GraphOperation, JobHandle
 from ronde.types import Deadline, DType
 
 LIBRARY = Path(__file__).with_name("libronde_tensorflow.so")
@@ -124,20 +124,14 @@ class KernelJob:
             view.submitted_ns,
             tuple(row.description.decode(errors="replace") for row in rows),
         )
-        self.keeps_memory = True
         self.has_ended = False
         """Whether the kernel has ended, well or with an error."""
         self._library = library
-        self._lock = threading.Lock()
-        self._handle: int | None = view.job
-        """None when the job is freed."""
-        self._is_free = False
-        self._num_users = 0
-        """Threads that use the handle: the last of them frees it, after free()."""
+        self._handle = JobHandle(view.job, library.ronde_tf_free_job)
 
     def finish(self, results: Sequence[Any] = ()) -> None:
         """End the kernel well. `results` are the arrays of those outputs that the kernel has not allocated."""
-        with self._using_handle() as handle:
+        with self._handle.use() as handle:
             if handle is None:
                 return
             for index, result in enumerate(results):
@@ -152,38 +146,19 @@ class KernelJob:
 
     def fail(self, text: str, code: int) -> None:
         """End the kernel with an error, unless it has ended. Its memory stays until free()."""
-        with self._using_handle() as handle:
+        with self._handle.use() as handle:
             if handle is not None:
                 self.has_ended = True
                 self._library.ronde_tf_fail(handle, code, text.encode(errors="replace"))
 
     def start_on(self, channel: int | None, num_members: int, timeout_s: float, algorithm: int) -> None:
         """Start the bucket on this rd_channel; None if its group has one member. Frees the job."""
-        with self._lock:
-            handle, self._handle = self._handle, None
+        handle = self._handle.take()
         if handle is not None:
             self._library.ronde_tf_start_on(handle, channel, num_members, timeout_s, algorithm)
 
     def free(self) -> None:
-        with self._using_handle(), self._lock:
-            self._is_free = True
-
-    @contextmanager
-    def _using_handle(self) -> Iterator[int | None]:
-        """The handle, which is valid meanwhile; None after free()."""
-        with self._lock:
-            handle = None if self._is_free else self._handle
-            self._num_users += 1
-        try:
-            yield handle
-        finally:
-            with self._lock:
-                self._num_users -= 1
-                freed = None
-                if self._is_free and not self._num_users:
-                    freed, self._handle = self._handle, None
-            if freed is not None:
-                self._library.ronde_tf_free_job(freed)
+        self._handle.free()
 
 
 class OpLibrary:
