@@ -349,7 +349,7 @@ struct Job {
 };
 using JobPointer = std::shared_ptr<Job>;
 
-// As JobView in ronde/jax/ffi_library.py.
+// As HandlerJobView in ronde/jax/ffi_library.py.
 struct JobView {
   JobPointer* job;
   const char* operation;

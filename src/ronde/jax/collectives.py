@@ -2,8 +2,8 @@
 differentiable in reverse mode.
 
 Outside of jit members are matched by the order of their calls unless there is a name, and errors are ronde's own. In a
-program they are matched by name, which is made of the place of the call if there is none, and errors are JAX's, in which
-find_error() finds ronde's.
+program they are matched by name, which is made of the place of the call if there is none, and errors are JAX's, in
+which find_error() finds ronde's.
 
 By convention the loss of the job is the sum of the members' losses. So the gradient of one member's input is the
 gradient of the sum of all members' losses:
@@ -76,15 +76,15 @@ def allreduce(
 
 
 def allgather(x: Any, *, group: Group | None = None, name: str | None = None) -> Any:
-    """Return the arrays of all members, concatenated along the first dimension. A scalar counts as one row. A tree gives
-    a tree. Outside of jit members may differ in their numbers of rows."""
+    """Return the arrays of all members, concatenated along the first dimension. A scalar counts as one row. A tree
+    gives a tree. Outside of jit members may differ in their numbers of rows."""
     options = GraphOperation("allgather", operation_name("allgather", name), resolve_group(group).id)
     return _for_each(x, options, lambda leaf, operation: _allgather(_as_rows(leaf), operation))
 
 
 def broadcast(x: Any, *, root: int = 0, group: Group | None = None, name: str | None = None) -> Any:
-    """Return the array of the root, a rank of the world. The arrays of the other ranks only give shape and dtype. A tree
-    gives a tree."""
+    """Return the array of the root, a rank of the world. The arrays of the other ranks only give shape and dtype. A
+    tree gives a tree."""
     members = resolve_group(group)
     if root not in members.ranks:
         ranks = format_ranks(members.ranks)

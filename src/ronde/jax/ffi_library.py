@@ -1,5 +1,5 @@
-"""The library of XLA handlers (native/jax) through ctypes: loading it, testing it, and the jobs of its handlers. The only
-module of this package that knows ctypes.
+"""The library of XLA handlers (native/jax) through ctypes: loading it, testing it, and the jobs of its handlers. The
+only module of this package that knows ctypes.
 
 XLA checks the version of its interface when a handler is registered, so one that does not fit is an error and not a
 crash. The self-test runs once per process, before the first operation: a small program whose handlers end later, well
@@ -45,7 +45,7 @@ SELF_TEST_S = 60.0
 logger = logging.getLogger("ronde.jax")
 
 
-class JobView(ctypes.Structure):
+class HandlerJobView(ctypes.Structure):
     """The library's JobView."""
 
     _fields_ = (
@@ -61,9 +61,9 @@ class JobView(ctypes.Structure):
 
 
 class HandlerJob:
-    """One operation of a program that waits for Python: an OperationJob. It works in place on a copy of the operands."""
+    """One operation of a program that waits for Python: an OperationJob. It works in place on copies of operands."""
 
-    def __init__(self, library: ctypes.CDLL, view: JobView) -> None:
+    def __init__(self, library: ctypes.CDLL, view: HandlerJobView) -> None:
         self.operation = msgspec.json.decode(view.operation, type=GraphOperation)
         memories, position = [], 0
         for index in range(view.num_inputs):
@@ -71,6 +71,7 @@ class HandlerJob:
             shape = tuple(view.dims[position + 1 : position + 1 + num_dims])
             memories.append(Memory(view.inputs[index] or 0, shape, DType(view.dtypes[index]).name.lower()))
             position += 1 + num_dims
+        self._flag = memories.pop() if self.operation.has_flag else None
         self.inputs = tuple(memories)
         self.outputs = self.inputs
         self.result_shapes = msgspec.json.decode(view.result_shapes, type=list[tuple[int, ...]])
@@ -97,6 +98,8 @@ class HandlerJob:
                 for array, address in zip(arrays, addresses, strict=True):
                     if array.size:
                         array_at(address, array.size, array.dtype)[:] = array.reshape(-1)
+            if self._flag is not None:
+                as_array(self._flag)[...] = flags.find(self.operation)
             self.has_ended = True
             self._library.ronde_jax_end(handle, 0, None)
 
@@ -117,10 +120,28 @@ def check_shapes(operation: GraphOperation, results: Sequence[Any], shapes: Sequ
     for result, shape in zip(results, shapes, strict=False):
         if tuple(result.shape) != tuple(shape):
             raise ValueError(
-                f"{operation.kind} {operation.name!r}: the result is {list(result.shape)}, and the program was compiled "
-                f"for {list(shape)}; all members have to give equally many rows, and a program for another number of "
-                "ranks has to be compiled again, after jax.clear_caches()"
+                f"{operation.kind} {operation.name!r}: the result is {list(result.shape)}, and the program was "
+                f"compiled for {list(shape)}; all members have to give equally many rows, and a program for another "
+                "number of ranks has to be compiled again, after jax.clear_caches()"
             )
+
+
+class OperationFlags:
+    """What is called when an operation with a flag is over, by its name. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, Callable[[], bool]] = {}
+
+    def set_function(self, name: str, function: Callable[[], bool]) -> None:
+        """Call a function whenever the operation of this name is over. It must not wait, and returns the flag."""
+        self._functions[name] = function
+
+    def find(self, operation: GraphOperation) -> bool:
+        """The flag of an operation that is over."""
+        return self._functions[operation.name]()
+
+
+flags = OperationFlags()
 
 
 class ProgramThread(OperationThread):
@@ -139,12 +160,12 @@ class FfiLibrary(JobSource):
         if not path.exists():
             raise RondeError(f"{path} is missing; reinstall ronde, or run `make build` in a checkout")
         library = ctypes.CDLL(str(path))
-        library.ronde_jax_take_job.argtypes = (POINTER(JobView), c_double)
+        library.ronde_jax_take_job.argtypes = (POINTER(HandlerJobView), c_double)
         library.ronde_jax_end.argtypes = (c_void_p, c_int, c_char_p)
         library.ronde_jax_free_job.argtypes = (c_void_p,)
         library.ronde_jax_allocate_results.argtypes = (c_void_p, POINTER(c_uint64), c_uint64, POINTER(c_void_p))
         self._library = library
-        self._view = JobView()
+        self._view = HandlerJobView()
         jax.ffi.register_ffi_target(START, jax.ffi.pycapsule(library.ronde_jax_start), platform="cpu")
         jax.ffi.register_ffi_target(FINISH, jax.ffi.pycapsule(library.ronde_jax_finish), platform="cpu")
 

@@ -4,9 +4,9 @@ Operations of programs are matched by name, because XLA runs the parts of a prog
 does not give is made of the place of the call (file, line, function), of the function that is traced, and of how many
 times that place has added an operation to this trace.
 
-The primitive has an effect, so it runs also if nobody uses its result. XLA runs it by the handlers of ffi_library, which
-block no thread. Where that cannot be used it is an ordered callback to Python, and the callbacks of a program run one
-after the other. Outside of programs it is the operation itself: called at once, with ronde's own errors.
+The primitive has an effect, so it runs also if nobody uses its result. XLA runs it by the handlers of ffi_library,
+which block no thread. Where that cannot be used it is an ordered callback to Python, and the callbacks of a program run
+one after the other. Outside of programs it is the operation itself: called at once, with ronde's own errors.
 
 The shapes of a program are fixed. So its allgather, reduce_scatter and alltoall are for members with equally many rows,
 and for the number of members with which it was traced.
@@ -41,7 +41,7 @@ from ronde.comm.group import Group
 from ronde.comm.operations import AllgatherWork
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
-from ronde.jax.ffi_library import FINISH, NUMBER_BYTES, START, check_shapes, is_native
+from ronde.jax.ffi_library import FINISH, NUMBER_BYTES, START, check_shapes, flags, is_native
 from ronde.training.graph_errors import describe_error
 from ronde.training.graph_operations import (
     GraphOperation,
@@ -121,7 +121,7 @@ def find_call_site() -> str:
 # --- the primitive ---------------------------------------------------------------------------------------------------
 
 
-class CollectiveEffect(effects.Effect):
+class CollectiveEffect(effects.Effect):  # type: ignore[misc]  # JAX is not in the environment of the tools
     """What an operation does besides its result: other ranks wait for it."""
 
     def __str__(self) -> str:
@@ -172,7 +172,6 @@ def _result_shapes(operation: GraphOperation, shapes: Sequence[tuple[int, ...]],
     return [(num_rows, *rest), (size,)]
 
 
-@collective_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, operation: GraphOperation, size: int, ordered: bool) -> Any:
     shapes = _result_shapes(operation, [aval.shape for aval in avals], size)
     dtypes = [*(aval.dtype for aval in avals), np.dtype(np.int32)]
@@ -180,9 +179,19 @@ def _abstract_eval(*avals: Any, operation: GraphOperation, size: int, ordered: b
     return results, {_OrderedIOEffect if ordered else COLLECTIVE_EFFECT}
 
 
-@collective_p.def_impl
 def _run_eagerly(*xs: Any, operation: GraphOperation, size: int, ordered: bool) -> list[Any]:
-    return [_as_jax(array, xs[0]) for array in run_operation(operation, [np.asarray(x) for x in xs])]
+    return [_as_jax(array, xs[0]) for array in _run_with_flag(operation, [np.asarray(x) for x in xs])]
+
+
+def _run_with_flag(operation: GraphOperation, arrays: list[Array]) -> list[Array]:
+    if not operation.has_flag:
+        return run_operation(operation, arrays)
+    results = run_operation(operation, arrays[:-1])
+    return [*results, np.array([flags.find(operation)], arrays[-1].dtype)]
+
+
+collective_p.def_effectful_abstract_eval(_abstract_eval)
+collective_p.def_impl(_run_eagerly)
 
 
 def run_operation(operation: GraphOperation, arrays: Sequence[Array], splits: Any = None) -> list[Array]:
@@ -283,7 +292,7 @@ def _lower_python(ctx: Any, *operands: Any, operation: GraphOperation, size: int
 def _call_back(operation: GraphOperation, shapes: Sequence[tuple[int, ...]], *arrays: Any) -> tuple[Array, ...]:
     try:
         with names_in_python.hold([operation]):
-            results = run_operation(operation, [np.asarray(array) for array in arrays])
+            results = _run_with_flag(operation, [np.asarray(array) for array in arrays])
         check_shapes(operation, results, shapes)
         return tuple(results)
     except (RondeError, ValueError, TypeError) as error:

@@ -2,8 +2,8 @@
 failed calls.
 
 The thread is that of ronde.training.graph_operations, "ronde-tensorflow". What has to wait for other ranks before it
-can start (opening the channel of a plan, join) gets a thread of its own, "ronde-tensorflow-wait", so that ranks may come
-to such things in different orders.
+can start (opening the channel of a plan, join) gets a thread of its own, "ronde-tensorflow-wait", so that ranks may
+come to such things in different orders.
 """
 
 from __future__ import annotations

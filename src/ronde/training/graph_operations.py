@@ -36,9 +36,9 @@ from ronde.training.graph_errors import describe_error
 from ronde.types import Deadline
 
 UNKNOWN, INVALID_ARGUMENT, FAILED_PRECONDITION = 2, 3, 9
-"""Codes of errors, which TensorFlow and XLA have in common. An operation that failed for a reason outside of the program
-is UNKNOWN, and not ABORTED, after which a MonitoredSession would begin again and again. A mistake of the caller is
-INVALID_ARGUMENT; when ranks disagree, it is FAILED_PRECONDITION."""
+"""Codes of errors, which TensorFlow and XLA have in common. An operation that failed for a reason outside of the
+program is UNKNOWN, and not ABORTED, after which a MonitoredSession would begin again and again. A mistake of the caller
+is INVALID_ARGUMENT; when ranks disagree, it is FAILED_PRECONDITION."""
 
 TAKE_S = 5.0
 """How long the thread waits for a job before it looks at deadlines again."""
@@ -65,6 +65,8 @@ class GraphOperation(msgspec.Struct, frozen=True, omit_defaults=True):
     root: int = 0
     equal_rows: bool = False
     """Whether members have to give equally many rows, because the shape of the result is fixed."""
+    has_flag: bool = False
+    """Whether the last operand is no part of it, but a flag that a function of Python sets when it is over."""
     members: int = 0
     """A hash of the group's ranks, by which a group of an earlier round is told from one that has its number now; 0 of
     the world, whose ranks may change from round to round."""
