@@ -5,6 +5,8 @@ numpy, torch         ronde's own functions, and those of ronde.torch
 tensorflow           eager, in tf.function and in graphs of sessions, with native kernels
 tensorflow-python    the same operations through Python on all ranks
 tensorflow-mixed     native kernels on rank 0, Python on the others
+jax                  outside and inside of jit, with native handlers
+jax-python, -mixed   as those of TensorFlow
 tensorflow-2.20      an older TensorFlow with the same library of kernels; `make test-all` makes its environment
 
 The modes of a framework share its processes, because importing it takes seconds.
@@ -28,7 +30,9 @@ from tests.services import needs
 
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
 TENSORFLOW_2_20 = ROOT / ".venv-tensorflow-2.20/bin/python"
+ONE_THREAD = "XLA_FLAGS=--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 NATIVE, PYTHON = (["env", f"RONDE_TENSORFLOW_OPS={ops}"] for ops in ("native", "python"))
+NATIVE_JAX, PYTHON_JAX = (["env", f"RONDE_JAX_OPS={ops}", ONE_THREAD] for ops in ("native", "python"))
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -49,6 +53,9 @@ JOBS = {
     "tensorflow": FrameworkJob("tensorflow", 2, TENSORFLOW),
     "tensorflow-python": FrameworkJob("tensorflow", 2, TENSORFLOW, {0: PYTHON, 1: PYTHON}, ("function", "graph")),
     "tensorflow-mixed": FrameworkJob("tensorflow", 2, TENSORFLOW, {0: NATIVE, 1: PYTHON}, ("function", "graph")),
+    "jax": FrameworkJob("jax", 2, TENSORFLOW, {rank: NATIVE_JAX for rank in range(2)}),
+    "jax-python": FrameworkJob("jax", 2, TENSORFLOW, {rank: PYTHON_JAX for rank in range(2)}, ("jit",)),
+    "jax-mixed": FrameworkJob("jax", 2, TENSORFLOW, {0: NATIVE_JAX, 1: PYTHON_JAX}, ("jit",)),
     "tensorflow-2.20": FrameworkJob("tensorflow", 2, TENSORFLOW_2_20, {0: NATIVE, 1: NATIVE}, ("function",)),
 }
 NEEDS = {

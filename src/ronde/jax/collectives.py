@@ -131,10 +131,14 @@ def alltoall(x: Any, *, splits: Any = None, group: Group | None = None, name: st
 
 
 def barrier(*, group: Group | None = None, name: str | None = None) -> None:
-    """Wait until every member has called barrier(). It is no part of a program: it would wait for nothing in it."""
-    if find_trace() is not None:
-        raise ValueError("barrier() is called inside of jit, where it would wait for nothing; call it outside")
-    resolve_group(group).barrier(name=name)
+    """Wait until every member has called barrier(). In a program, whose parts run in any order, the end of the program
+    waits."""
+    members = resolve_group(group)
+    if find_trace() is None:
+        members.barrier(name=name)
+    else:
+        operation = GraphOperation("allreduce", operation_name("barrier", name), members.id)
+        bind_operation(operation, [jnp.zeros(1, jnp.uint8)])
 
 
 # --- with gradients --------------------------------------------------------------------------------------------------
@@ -148,7 +152,8 @@ def _allreduce(xs: Sequence[Any], operation: GraphOperation) -> list[Any]:
     return differentiable(lambda *arrays: bind_operation(operation, arrays), backward, xs)
 
 
-def _allgather(x: Any, operation: GraphOperation) -> Any:
+def _allgather(x: Any, operation: GraphOperation, num_total: int | None = None) -> Any:
+    """`num_total` is the number of rows of all members, if that is known: then they may differ, also in a program."""
     num_rows = x.shape[0]
 
     def backward(grads: Sequence[Any]) -> list[Any]:
@@ -160,7 +165,7 @@ def _allgather(x: Any, operation: GraphOperation) -> Any:
         total = _allreduce(grads, _as_kind(own, "allreduce"))[0]
         return [total[start : start + num_rows]]
 
-    return differentiable(lambda array: bind_operation(operation, [array]), backward, [x])[0]
+    return differentiable(lambda array: bind_operation(operation, [array], num_total), backward, [x])[0]
 
 
 def _broadcast(x: Any, operation: GraphOperation) -> Any:
@@ -184,17 +189,12 @@ def _reduce_to_root(x: Any, operation: GraphOperation) -> Any:
 def _reduce_scatter(x: Any, operation: GraphOperation, size: int) -> Any:
     _check_rows(x, "reduce_scatter")
     num_rows = x.shape[0]
-    if find_trace() is not None and num_rows % size:
-        raise ValueError(
-            f"reduce_scatter: inside of jit the rows have to be equal shares, and {num_rows} rows are none for {size} "
-            "members; fill up the rows, or call reduce_scatter outside of jit"
-        )
 
     def backward(grads: Sequence[Any]) -> list[Any]:
         _check_gradient(operation)
         own = _as_kind(with_name(operation, backward_name(operation.name)), "allgather")
         factor = operation.prescale * operation.postscale / (size if operation.op == "mean" else 1)
-        gathered = _allgather(grads[0], own)
+        gathered = _allgather(grads[0], own, num_rows)
         return [gathered if factor == 1.0 else gathered * jnp.asarray(factor, gathered.dtype)]
 
     return differentiable(lambda array: bind_operation(operation, [array]), backward, [x])[0]
@@ -243,7 +243,7 @@ def flatten_arrays(x: Any, what: str) -> tuple[list[Any], Any]:
     """The arrays of a tree, and its structure. Numbers become arrays."""
     leaves, tree = jax.tree.flatten(x)
     if not leaves:
-        raise ValueError(f"{what}: there is no array in {x!r}")
+        raise ValueError(f"{what}: the tree of arrays is empty")
     arrays = [leaf if isinstance(leaf, jax.Array) else _as_array(leaf, what) for leaf in leaves]
     for array in arrays:
         if array.dtype.name not in DTYPES:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 import jax
 import msgspec
@@ -127,18 +128,20 @@ def check_shapes(operation: GraphOperation, results: Sequence[Any], shapes: Sequ
 
 
 class OperationFlags:
-    """What is called when an operation with a flag is over, by its name. Safe from any thread."""
+    """What is called when an operation with a flag is over, by its name. It keeps no object alive."""
 
     def __init__(self) -> None:
-        self._functions: dict[str, Callable[[], bool]] = {}
+        self._methods: dict[str, WeakMethod[Callable[[], bool]]] = {}
 
-    def set_function(self, name: str, function: Callable[[], bool]) -> None:
-        """Call a function whenever the operation of this name is over. It must not wait, and returns the flag."""
-        self._functions[name] = function
+    def set_method(self, name: str, method: Callable[[], bool]) -> None:
+        """Call the method of an object whenever the operation of this name is over. It must not wait, and returns the
+        flag."""
+        self._methods[name] = WeakMethod(method)
 
     def find(self, operation: GraphOperation) -> bool:
-        """The flag of an operation that is over."""
-        return self._functions[operation.name]()
+        """The flag of an operation that is over; False if its object is gone."""
+        method = self._methods[operation.name]()
+        return method is not None and method()
 
 
 flags = OperationFlags()

@@ -196,8 +196,8 @@ def reduce_gradients(
     """Return the gradients, reduced over the members of the group; collective. `options` are those of an allreduce.
 
     `when` is a boolean of JAX: the gradients are only reduced if it holds, as it must on all members alike.
-    `check` is called after each reduction, and may raise. `is_compared` is called after each reduction, and must not
-    wait; when it returns True, `compare` gets the parameters.
+    `check` is called after each reduction, and may raise. `is_compared`, a method, is called after each reduction, and
+    must not wait; when it returns True, `compare` gets the parameters.
     """
     own_name = operation_name("gradients", name)
 
@@ -228,7 +228,7 @@ def _reduce_by_dtype(
         own = msgspec.structs.replace(operation, name=f"{operation.name}.{dtype.name}")
         arrays = [gradients[index] for index in indices]
         if number == len(by_dtype) and is_compared is not None:
-            flags.set_function(own.name, is_compared)
+            flags.set_method(own.name, is_compared)
             own = msgspec.structs.replace(own, has_flag=True)
             arrays.append(jnp.zeros(1, jnp.uint8))
         *reduced, last = _bind_without_gradient(own, arrays)

@@ -8,8 +8,8 @@ The primitive has an effect, so it runs also if nobody uses its result. XLA runs
 which block no thread. Where that cannot be used it is an ordered callback to Python, and the callbacks of a program run
 one after the other. Outside of programs it is the operation itself: called at once, with ronde's own errors.
 
-The shapes of a program are fixed. So its allgather, reduce_scatter and alltoall are for members with equally many rows,
-and for the number of members with which it was traced.
+The shapes of a program are fixed. So its allgather and alltoall are for members with equally many rows, and these and
+its reduce_scatter for the number of members with which it was traced.
 """
 
 from __future__ import annotations
@@ -146,26 +146,30 @@ class ShapedOperations:
     exist = False
 
 
-def bind_operation(operation: GraphOperation, xs: Sequence[Any]) -> list[Any]:
-    """Run an operation, or add it to the program that is traced."""
+def bind_operation(operation: GraphOperation, xs: Sequence[Any], num_rows: int | None = None) -> list[Any]:
+    """Run an operation, or add it to the program that is traced. `num_rows` is that of the result of an allgather, if
+    it is known; else all members give equally many in a program."""
     arrays = [each if isinstance(each, jax.Array) else jnp.asarray(each) for each in xs]
     is_traced = find_trace() is not None
     if is_traced and operation.kind not in SAME_SHAPE:
         ShapedOperations.exist = True
     ordered = is_traced and not is_native()
     size = group_of(operation).size
-    if is_traced and operation.kind in ("allgather", "alltoall"):
+    if operation.kind == "allgather":
+        size = xs[0].shape[0] * size if num_rows is None else num_rows
+    if is_traced and operation.kind in ("allgather", "alltoall") and num_rows is None:
         operation = msgspec.structs.replace(operation, equal_rows=True)
     found: list[Any] = collective_p.bind(*arrays, operation=operation, size=size, ordered=ordered)
     return found
 
 
 def _result_shapes(operation: GraphOperation, shapes: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """`size` is the number of members, or of the rows of all members in an allgather."""
     if operation.kind in SAME_SHAPE:
         return list(shapes)
     [(num_rows, *rest)] = shapes
     if operation.kind == "allgather":
-        return [(num_rows * size, *rest)]
+        return [(size, *rest)]
     if operation.kind == "reduce_scatter":
         return [(even_shares(num_rows, size)[group_of(operation).rank or 0], *rest)]
     assert operation.kind == "alltoall", operation.kind
