@@ -30,9 +30,8 @@ from tests.services import needs
 
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
 TENSORFLOW_2_20 = ROOT / ".venv-tensorflow-2.20/bin/python"
-ONE_THREAD = "XLA_FLAGS=--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 NATIVE, PYTHON = (["env", f"RONDE_TENSORFLOW_OPS={ops}"] for ops in ("native", "python"))
-NATIVE_JAX, PYTHON_JAX = (["env", f"RONDE_JAX_OPS={ops}", ONE_THREAD] for ops in ("native", "python"))
+NATIVE_JAX, PYTHON_JAX = (["env", f"RONDE_JAX_OPS={ops}", "NPROC=1"] for ops in ("native", "python"))
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 

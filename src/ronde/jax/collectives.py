@@ -232,7 +232,7 @@ def differentiable(
         return tuple(backward(list(grads)))
 
     run = jax.custom_vjp(lambda *arrays: list(forward(*arrays)))
-    run.defvjp(lambda *arrays: (list(forward(*arrays)), None), run_backward)
+    run.defvjp(lambda *arrays: (run(*arrays), None), run_backward)
     return list(run(*xs))
 
 

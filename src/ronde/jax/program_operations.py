@@ -206,7 +206,8 @@ def run_operation(operation: GraphOperation, arrays: Sequence[Array], splits: An
         work = start_by_name(operation, arrays, outputs, splits)
         result = work.wait()
         if outputs is not None:
-            return outputs
+            is_root = current_world().rank == operation.root
+            return outputs if is_root else [np.zeros_like(array) for array in arrays]
         if isinstance(work, AllgatherWork):
             check_equal_rows(operation, work.counts)
     else:

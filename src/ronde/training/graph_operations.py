@@ -128,8 +128,8 @@ def read_number(operation: GraphOperation) -> int:
 
 
 def start_by_name(operation: GraphOperation, inputs: Any, outputs: Any = None, splits: Any = None) -> Work:
-    """Start an operation of a graph. `inputs` are arrays or memory, and `outputs` are as they are. A "reduce" gives
-    zeros to all members but the root."""
+    """Start an operation of a graph. `inputs` are arrays or memory, and `outputs` are as they are; the two may be the
+    same memory."""
     group, kind, name = group_of(operation), operation.kind, operation.name
     scales: dict[str, Any] = {"prescale": operation.prescale, "postscale": operation.postscale}
     work: Work
@@ -140,9 +140,6 @@ def start_by_name(operation: GraphOperation, inputs: Any, outputs: Any = None, s
         out = None if outputs is None else outputs[0]
         work = group.broadcast(inputs[0], root=operation.root, out=out, name=name, wait=False)
     elif kind == "reduce":
-        if current_world().rank != operation.root:
-            for memory in outputs:
-                as_array(memory)[...] = 0
         work = group.reduce(inputs[0], root=operation.root, op=operation.op, out=outputs[0], name=name, wait=False)
     elif kind == "allgather":
         work = group.allgather(inputs[0], name=name, wait=False)
@@ -457,6 +454,9 @@ def _start_job(job: OperationJob) -> Work:
 def _results_of(job: OperationJob, work: Work) -> list[Any]:
     """The arrays of the outputs that start_by_name() has not written. The work is over."""
     operation, result = job.operation, work.wait()
+    if operation.kind == "reduce" and current_world().rank != operation.root:
+        for memory in job.outputs:  # not before: they may be the operands
+            as_array(memory)[...] = 0
     if operation.kind not in ("allgather", "reduce_scatter", "alltoall"):
         return []
     if operation.kind == "alltoall":
