@@ -53,8 +53,8 @@ def check_training_is_that_of_one_process_with_all_the_data() -> None:
         for name in alone:
             np.testing.assert_allclose(together[name], alone[name], rtol=tolerance, atol=tolerance)
         rj.check_in_sync(together)
-    summed = train(optax.chain(rj.average_gradients(op="sum", predivide=2.0), optax.scale(-0.1)), mine)
-    averaged = train(optax.chain(rj.average_gradients(), optax.scale(-0.2)), mine)
+    summed = train(optax.chain(rj.average_gradients(op="sum"), optax.scale(-0.1)), mine)
+    averaged = train(optax.chain(rj.average_gradients(predivide=2.0), optax.scale(-0.2)), mine)
     np.testing.assert_allclose(summed["w"], averaged["w"], rtol=1e-5)
 
 

@@ -193,12 +193,13 @@ def join_mpi() -> Library:
 
 
 def join_framework(name: str, framework: str, rank_and_size: Sequence[str]) -> Library:
-    """A library for TensorFlow or Keras. Rank and size are of one that does not know them itself."""
-    training = importlib.import_module("tensorflow_training")
+    """A library for TensorFlow, Keras or JAX. Rank and size are of one that does not know them itself."""
+    training = importlib.import_module("jax_training" if framework == "jax" else "tensorflow_training")
+    make_training = training.JaxTraining if framework == "jax" else training.TensorFlowTraining
     library = training.join(name, framework, *(map(int, rank_and_size) if rank_and_size else (0, 1)))
 
     def start_training(model: Any, batch: int, options: dict[str, Any]) -> Any:
-        return training.TensorFlowTraining(model, batch, library, **options)
+        return make_training(model, batch, library, **options)
 
     return Library(library.rank, library.size, start_training=start_training, close=library.close)
 

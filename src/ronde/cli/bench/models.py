@@ -1,5 +1,5 @@
 """The networks that `ronde bench train` trains, and their random data. Those of TensorFlow and Keras are built in
-tensorflow_training.py.
+tensorflow_training.py, those of JAX in jax_training.py.
 
 A measured rank loads this file by its path, without the ronde around it: it needs nothing of ronde, and PyTorch only
 where a network is built.
@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 TORCH = "torch"
-ALL_FRAMEWORKS = (TORCH, "tensorflow", "keras")
+ALL_FRAMEWORKS = (TORCH, "tensorflow", "keras", "jax")
 IMAGENET_CLASSES = 1000
 WORDS = 1024
 SEQUENCE = 64
