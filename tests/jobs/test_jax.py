@@ -80,3 +80,23 @@ def test_a_script_of_jax_distributed_needs_one_line() -> None:
     printed = output_of([*RUN, PYTHON, script], env=environment(), limit_s=LONG_S)
     for rank in range(2):
         assert f"process {rank} of 2: 6.0 [[3.0, 3.0]] [[3.0, 3.0]] [2.0]" in printed
+
+
+def accuracy_of(printed: str) -> float:
+    found = re.search(r"test accuracy with 2 rank\(s\): ([\d.]+)%", printed)
+    assert found, printed
+    return float(found[1])
+
+
+def test_the_example_in_plain_jax_learns_digits_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    words: list[str | Path] = [*RUN, PYTHON, ROOT / "examples/jax/digits.py", "--checkpoints", tmp_path]
+    printed = output_of([*words, "--epochs", "6"], env=environment(), limit_s=LONG_S)
+    assert "epoch 6: loss" in printed
+    printed = output_of(words, env=environment(), limit_s=LONG_S)
+    assert "going on after epoch 6" in printed and "epoch 6: loss" not in printed
+    assert accuracy_of(printed) > 95
+
+
+def test_the_example_in_equinox_learns_digits_in_an_elastic_job() -> None:
+    words = [*RUN, "--min-np", "1", PYTHON, ROOT / "examples/jax/digits_equinox.py"]
+    assert accuracy_of(output_of(words, env=environment(), limit_s=LONG_S)) > 95

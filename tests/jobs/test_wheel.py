@@ -76,6 +76,7 @@ def test_the_wheel_has_the_library_and_the_types_and_nothing_of_the_tests(wheel:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"ronde/__init__.py", "ronde/libronde.so", "ronde/py.typed"} <= set(names)
     assert "ronde/tensorflow/libronde_tensorflow.so" in names
+    assert "ronde/jax/libronde_jax.so" in names
     assert sys.version_info < (3, 11) or "ronde/comm/backends/hot_calls.abi3.so" in names
     uplot = {f"ronde/dash/vendor/uplot/{name}" for name in ("uPlot.iife.min.js", "uPlot.min.css", "LICENSE")}
     assert uplot | {"ronde/dash/static/report.js", "ronde/dash/static/report.css"} <= set(names)

@@ -53,7 +53,7 @@ RUN_TIME = {"numpy", "zmq", "msgspec", "psutil", "cloudpickle", "rich", "yaml"}
 
 POWERS: dict[str, tuple[str, ...]] = {
     "the environment": ("settings.py", "comm/launchers.py", "launch/"),
-    "ctypes": ("comm/backends/native_library.py", "tensorflow/op_library.py"),
+    "ctypes": ("comm/backends/native_library.py", "jax/ffi_library.py", "tensorflow/op_library.py"),
     "print()": ("cli/",),
     "processes": ("launch/", "cli/", "elastic/discovery.py", "tensorflow/op_library.py"),
     "sockets": ("net/",),

@@ -234,13 +234,13 @@ def run_self_test(library: FfiLibrary) -> None:
         thread.join(SELF_TEST_S)
 
 
-class _LibraryState:
+class _FfiState:
     is_native: bool | None = None
     """None before that is known."""
     thread: OperationThread | None = None
 
 
-_state = _LibraryState()
+_state = _FfiState()
 _lock = threading.Lock()
 
 

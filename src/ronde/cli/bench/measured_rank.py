@@ -42,6 +42,7 @@ LEARNING_RATE = 1e-5
 """So small that the network hardly changes: every step costs the same, and no number overflows."""
 MOMENTUM = 0.9
 MAX_MEMORY_SAMPLES = 100
+TRAINING_MODULES = {"tensorflow": "tensorflow_training", "keras": "tensorflow_training", "jax": "jax_training"}
 
 
 @dataclass
@@ -194,7 +195,7 @@ def join_mpi() -> Library:
 
 def join_framework(name: str, framework: str, rank_and_size: Sequence[str]) -> Library:
     """A library for TensorFlow, Keras or JAX. Rank and size are of one that does not know them itself."""
-    training = importlib.import_module("jax_training" if framework == "jax" else "tensorflow_training")
+    training = importlib.import_module(TRAINING_MODULES[framework])
     make_training = training.JaxTraining if framework == "jax" else training.TensorFlowTraining
     library = training.join(name, framework, *(map(int, rank_and_size) if rank_and_size else (0, 1)))
 
@@ -387,12 +388,12 @@ def time_steps(step: Callable[[], object], num_steps: int) -> list[int]:
 
 
 def main(name: str, *rank_and_size: str, directory: Path) -> None:
-    # Python has put the directory of this file first on its path. Only these two are wanted from there: the names of
-    # the other modules may be those of libraries.
+    # Python has put the directory of this file first on its path. Only these are wanted from there: the names of the
+    # other modules may be those of libraries.
     models = importlib.import_module("models").MODELS
     name, _, framework = name.partition(".")
     if framework:
-        importlib.import_module("tensorflow_training")
+        importlib.import_module(TRAINING_MODULES[framework])
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     if framework:
         library = join_framework(name, framework, rank_and_size)
