@@ -17,6 +17,7 @@ from tests.services import needs
 PYTHON = ROOT / ".venv-tensorflow/bin/python"
 RUN: tuple[str | Path, ...] = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np", "2")
 CHECKS = ROOT / "tests/jobs/jax_checks"
+GUIDE = ROOT / "docs/guides/jax.md"
 ONE_THREAD = {"NPROC": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 """XLA has as many threads as NPROC says, or two, for each device one."""
 pytestmark = [
@@ -80,6 +81,14 @@ def test_a_script_of_jax_distributed_needs_one_line() -> None:
     printed = output_of([*RUN, PYTHON, script], env=environment(), limit_s=LONG_S)
     for rank in range(2):
         assert f"process {rank} of 2: 6.0 [[3.0, 3.0]] [[3.0, 3.0]] [2.0]" in printed
+
+
+def test_the_script_of_the_guide_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r'^```python\n(""".*?)^```$', GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.py").write_text(code)
+    for start in (RUN, ()):
+        printed = output_of([*start, PYTHON, tmp_path / "train.py"], env=environment(), limit_s=LONG_S)
+        assert "found [1.0, -2.0, 0.5]" in printed
 
 
 def accuracy_of(printed: str) -> float:
