@@ -308,6 +308,15 @@ struct Arrays {
 
   ~Arrays() { blocks().give_back(std::move(block)); }
 
+  // Uses memory of somebody else, without gaps between the arrays.
+  void place(std::vector<size_t> wanted, char* memory) {
+    sizes = std::move(wanted);
+    for (size_t size : sizes) {
+      data.push_back(memory);
+      memory += size;
+    }
+  }
+
   bool allocate(std::vector<size_t> wanted) {
     sizes = std::move(wanted);
     size_t total = 0;
@@ -335,11 +344,13 @@ struct Job {
   int64_t number = 0;
   int64_t run_id = 0;
   std::string operation, result_shapes;  // what Python reads
+  bool is_in_bucket = false;             // the operands are in the bucket of the operation
   bool is_repeated = false;              // another one of its name was not finished in this execution of the program
   Arrays inputs;                         // the results of an operation that changes no shapes are here, too
   std::vector<int32_t> dtypes;
   std::vector<int64_t> dims;  // per input: how many, and then each
-  std::mutex mutex;           // guards the rest
+  uint8_t flag = 0;
+  std::mutex mutex;  // guards the rest
   bool has_ended = false;
   int code = 0;
   std::string error;  // empty if all is well
@@ -355,11 +366,29 @@ struct JobView {
   const char* operation;
   const char* result_shapes;
   int32_t is_repeated;
+  int32_t is_in_bucket;
   uint64_t num_inputs;
   void* const* inputs;
   const int32_t* dtypes;
   const int64_t* dims;
 };
+
+// Memory that ranks share, for an operation that is repeated: what is copied there need not be copied again.
+struct BucketMemory {
+  char* address = nullptr;
+  size_t size = 0;
+  std::weak_ptr<Job> user;  // the job whose arrays are there
+};
+
+struct BucketTable {
+  std::mutex mutex;                             // held while operands are copied, so that Python can replace the memory
+  std::map<std::string, BucketMemory> buckets;  // by operation
+};
+
+BucketTable& bucket_table() {
+  static auto* table = new BucketTable;
+  return *table;
+}
 
 struct JobTable {
   std::mutex mutex;
@@ -384,6 +413,7 @@ size_t count_bytes(const Buffer* buffer) {
 // Adds a job to the table. One of the same name that was not finished belongs to an execution that has failed, or it is
 // a mistake of the program: nobody could say which of the two another rank means.
 void add_job(const JobPointer& job) {
+  JobPointer dropped;  // after the lock
   JobTable& table = job_table();
   std::lock_guard<std::mutex> lock(table.mutex);
   auto last = table.last.find(job->operation);
@@ -391,7 +421,10 @@ void add_job(const JobPointer& job) {
     auto found = table.jobs.find(last->second);
     if (found != table.jobs.end()) {
       job->is_repeated = job->run_id != 0 && found->second->run_id == job->run_id;
-      if (!job->is_repeated) table.jobs.erase(found);
+      if (!job->is_repeated) {
+        dropped = std::move(found->second);
+        table.jobs.erase(found);
+      }
     }
   }
   while (table.jobs.size() >= kMaxKeptJobs) table.jobs.erase(table.jobs.begin());
@@ -526,6 +559,34 @@ JobQueue<JobPointer>& job_queue() {
   return *queue;
 }
 
+// Copies the operands of a job into the bucket of its operation, if that has one which is free, or into memory of its
+// own. Returns whether there was memory.
+bool copy_operands(const JobPointer& job, const CallFrame* frame, const std::vector<size_t>& sizes) {
+  size_t total = 0;
+  for (size_t size : sizes) total += size;
+  BucketTable& table = bucket_table();
+  std::unique_lock<std::mutex> lock(table.mutex);
+  auto found = table.buckets.find(job->operation);
+  bool is_free = found != table.buckets.end() && found->second.user.expired();
+  // The last operand may be a flag, which is no part of the bucket.
+  if (is_free && !sizes.empty() && (found->second.size == total || found->second.size + sizes.back() == total)) {
+    job->inputs.place(sizes, found->second.address);
+    if (found->second.size != total) job->inputs.data.back() = &job->flag;
+    if (found->second.size == total || sizes.back() == sizeof job->flag) {
+      found->second.user = job;
+      job->is_in_bucket = true;
+    }
+  }
+  if (!job->is_in_bucket) {
+    lock.unlock();
+    job->inputs.data.clear();
+    if (!job->inputs.allocate(sizes)) return false;
+  }
+  for (size_t i = 0; i < sizes.size(); ++i)
+    if (sizes[i] > 0) std::memcpy(job->inputs.data[i], frame->inputs.items[i]->data, sizes[i]);
+  return true;
+}
+
 __attribute__((constructor)) void watch_forks() {
   pthread_atfork(nullptr, nullptr, [] { is_forked_child = true; });
 }
@@ -556,15 +617,16 @@ EXPORT Error* ronde_jax_start(CallFrame* frame) {
     job->dims.push_back(buffer->rank);
     job->dims.insert(job->dims.end(), buffer->dims, buffer->dims + buffer->rank);
   }
-  if (!job->inputs.allocate(sizes)) return make_error(api, kInternal, "ronde: there is no memory for the operands");
-  for (size_t i = 0; i < sizes.size(); ++i)
-    if (sizes[i] > 0) std::memcpy(job->inputs.data[i], frame->inputs.items[i]->data, sizes[i]);
   RunIdArgs args{};
   args.struct_size = sizeof args;
   args.context = frame->context;
   if (Error* error = api->get_run_id(&args)) return error;
   job->run_id = args.run_id;
   add_job(job);
+  if (!copy_operands(job, frame, sizes)) {
+    take_from_table(job->number);
+    return make_error(api, kInternal, "ronde: there is no memory for the operands");
+  }
   std::memcpy(frame->outputs.items[0]->data, &job->number, sizeof job->number);
   job_queue().put(std::make_unique<JobPointer>(job));
   return nullptr;
@@ -610,11 +672,21 @@ EXPORT int ronde_jax_take_job(JobView* view, double timeout_s) {
            job.operation.c_str(),
            job.result_shapes.c_str(),
            job.is_repeated,
+           job.is_in_bucket,
            job.inputs.data.size(),
            job.inputs.data.data(),
            job.dtypes.data(),
            job.dims.data()};
   return 1;
+}
+
+// Sets the bucket of an operation; null if it has none any more. When it returns, no handler uses the one before, but
+// for the results of a job that has ended and is not finished.
+EXPORT void ronde_jax_set_bucket(const char* operation, void* address, uint64_t size) {
+  BucketTable& table = bucket_table();
+  std::lock_guard<std::mutex> lock(table.mutex);
+  table.buckets.erase(operation);
+  if (address != nullptr) table.buckets[operation] = {static_cast<char*>(address), static_cast<size_t>(size), {}};
 }
 
 // Gives a job memory for results of so many bytes, and returns whether there is any. Only for an operation whose

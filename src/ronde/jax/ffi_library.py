@@ -9,6 +9,7 @@ and with an error.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -23,8 +24,10 @@ import numpy as np
 
 from ronde.comm.buffers import array_at, as_array
 from ronde.comm.call import Memory
+from ronde.comm.work import Work
 from ronde.comm.world import current_world
-from ronde.errors import RondeError
+from ronde.errors import RondeError, RoundEnded
+from ronde.jax.gradient_plans import GradientPlan, copy_in, copy_out, gradient_plans, is_planned
 from ronde.training.graph_operations import (
     UNKNOWN,
     GraphOperation,
@@ -54,6 +57,7 @@ class HandlerJobView(ctypes.Structure):
         ("operation", c_char_p),
         ("result_shapes", c_char_p),
         ("is_repeated", c_int32),
+        ("is_in_bucket", c_int32),
         ("num_inputs", c_uint64),
         ("inputs", POINTER(c_void_p)),
         ("dtypes", POINTER(c_int32)),
@@ -79,6 +83,10 @@ class HandlerJob:
         """The shapes for which the program is compiled, of an operation that changes them."""
         self.is_repeated = bool(view.is_repeated)
         """Whether the program runs two operations of this name that do not need each other."""
+        self.is_in_bucket = bool(view.is_in_bucket)
+        """Whether the operands are in the bucket of the operation's plan."""
+        self.plan: GradientPlan | None = None
+        """The plan, while its bucket is under way."""
         self.has_ended = False
         self._library = library
         self._handle = JobHandle(view.job, library.ronde_jax_free_job)
@@ -86,6 +94,11 @@ class HandlerJob:
     def finish(self, results: Sequence[Any] = ()) -> None:
         """End the operation well. `results` are those that are not where the operands are."""
         check_shapes(self.operation, results, self.result_shapes)
+        if self.plan is not None:
+            if not self.is_in_bucket:
+                copy_out(self.plan.plan.spare_arrays[0], [as_array(memory) for memory in self.inputs])
+            gradient_plans.release(self.plan)
+            self.plan = None
         with self._handle.use() as handle:
             if handle is None:
                 return
@@ -113,6 +126,9 @@ class HandlerJob:
 
     def free(self) -> None:
         """Nothing uses the memory any more."""
+        if self.plan is not None:  # it has failed
+            gradient_plans.release(self.plan)
+            self.plan = None
         self._handle.free()
 
 
@@ -153,7 +169,27 @@ class ProgramThread(OperationThread):
     def run_job(self, job: OperationJob) -> None:
         if isinstance(job, HandlerJob) and job.is_repeated:
             raise refuse_twice_at_once(job.operation)
-        super().run_job(job)
+        if is_planned(job.operation) and gradient_plans.find(job.operation, job.inputs) is None:
+            self.run_in_thread(job, functools.partial(self._open_plan_and_start, job))
+        else:
+            super().run_job(job)
+
+    def start_job(self, job: OperationJob) -> Work:
+        assert isinstance(job, HandlerJob)
+        if not is_planned(job.operation):
+            return super().start_job(job)
+        found = gradient_plans.find(job.operation, job.inputs)
+        if found is None:
+            raise RoundEnded(f"{job.operation.kind} {job.operation.name!r}: the round is over")
+        gradient_plans.take(job.operation, found)
+        job.plan, job.is_in_bucket = found, job.is_in_bucket and found.is_native
+        if not job.is_in_bucket:
+            copy_in([as_array(memory) for memory in job.inputs], found.plan.spare_arrays[0])
+        return found.plan.start(0, spare=not job.is_in_bucket)
+
+    def _open_plan_and_start(self, job: OperationJob) -> None:
+        gradient_plans.open(job.operation, job.inputs)
+        self.start_or_queue(job)
 
 
 class FfiLibrary(JobSource):
@@ -167,6 +203,7 @@ class FfiLibrary(JobSource):
         library.ronde_jax_end.argtypes = (c_void_p, c_int, c_char_p)
         library.ronde_jax_free_job.argtypes = (c_void_p,)
         library.ronde_jax_allocate_results.argtypes = (c_void_p, POINTER(c_uint64), c_uint64, POINTER(c_void_p))
+        library.ronde_jax_set_bucket.argtypes = (c_char_p, c_void_p, c_uint64)
         self._library = library
         self._view = HandlerJobView()
         jax.ffi.register_ffi_target(START, jax.ffi.pycapsule(library.ronde_jax_start), platform="cpu")
@@ -185,6 +222,10 @@ class FfiLibrary(JobSource):
             self._library.ronde_jax_end(self._view.job, UNKNOWN, text)
             self._library.ronde_jax_free_job(self._view.job)
             return None
+
+    def set_bucket(self, operation: str, address: int, num_bytes: int) -> None:
+        """Let operands be copied into the bucket of an operation, by its text; with address 0 no more."""
+        self._library.ronde_jax_set_bucket(operation.encode(), address, num_bytes)
 
     def stop(self) -> None:
         self._library.ronde_jax_stop()
@@ -280,6 +321,7 @@ def _load() -> bool:
         try:
             library = FfiLibrary()
             _run_outside_of_traces(run_self_test, library)
+            gradient_plans.use_buckets(library.set_bucket)
             _state.thread = ProgramThread(library, "ronde-jax")
             return True
         except (RondeError, OSError, AttributeError, jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:

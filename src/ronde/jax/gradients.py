@@ -225,8 +225,9 @@ def _reduce_by_dtype(
         by_dtype.setdefault(gradient.dtype, []).append(index)
     results, due = list(gradients), None
     for number, (dtype, indices) in enumerate(by_dtype.items(), 1):
-        own = msgspec.structs.replace(operation, name=f"{operation.name}.{dtype.name}")
         arrays = [gradients[index] for index in indices]
+        has_numbers = any(array.size for array in arrays)
+        own = msgspec.structs.replace(operation, name=f"{operation.name}.{dtype.name}", is_planned=has_numbers)
         if number == len(by_dtype) and is_compared is not None:
             flags.set_method(own.name, is_compared)
             own = msgspec.structs.replace(own, has_flag=True)

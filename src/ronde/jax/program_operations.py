@@ -36,12 +36,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ronde.comm.buffers import Array
-from ronde.comm.call import even_shares
+from ronde.comm.call import Memory, even_shares
 from ronde.comm.group import Group
 from ronde.comm.operations import AllgatherWork
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
 from ronde.jax.ffi_library import FINISH, NUMBER_BYTES, START, check_shapes, flags, is_native
+from ronde.jax.gradient_plans import copy_in, copy_out, gradient_plans, is_planned
 from ronde.training.graph_errors import describe_error
 from ronde.training.graph_operations import (
     GraphOperation,
@@ -201,6 +202,8 @@ collective_p.def_impl(_run_eagerly)
 def run_operation(operation: GraphOperation, arrays: Sequence[Array], splits: Any = None) -> list[Array]:
     """Run an operation on arrays and wait for it. Without a name it is matched by program order."""
     group, kind = group_of(operation), operation.kind
+    if is_planned(operation):
+        return _run_plan(operation, arrays)
     if operation.name:
         outputs = [np.empty_like(array) for array in arrays] if kind == "reduce" else None
         work = start_by_name(operation, arrays, outputs, splits)
@@ -229,6 +232,18 @@ def run_operation(operation: GraphOperation, arrays: Sequence[Array], splits: An
         check_equal_rows(operation, result[1])
         return [result[0], np.asarray(result[1], np.int32)]
     return list(result) if kind == "allreduce" else [result]
+
+
+def _run_plan(operation: GraphOperation, arrays: Sequence[Array]) -> list[Array]:
+    sources = [np.ascontiguousarray(array) for array in arrays]
+    plan = gradient_plans.open(operation, [Memory(0, each.shape, each.dtype.name) for each in sources])
+    results = [np.empty_like(each) for each in sources]
+    with gradient_plans.hold(operation, plan):
+        bucket = plan.plan.spare_arrays[0]
+        copy_in(sources, bucket)
+        plan.plan.run(0, spare=True)
+        copy_out(bucket, results)
+    return results
 
 
 def _as_jax(array: Array, like: Any) -> Any:

@@ -67,6 +67,8 @@ class GraphOperation(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether members have to give equally many rows, because the shape of the result is fixed."""
     has_flag: bool = False
     """Whether the last operand is no part of it, but a flag that a function of Python sets when it is over."""
+    is_planned: bool = False
+    """Whether it is repeated in every step, so that it is worth a channel and memory of its own."""
     members: int = 0
     """A hash of the group's ranks, by which a group of an earlier round is told from one that has its number now; 0 of
     the world, whose ranks may change from round to round."""
@@ -330,7 +332,7 @@ class OperationThread:
             job.finish([np.array(read_number(job.operation), np.int32)])
             job.free()
         else:
-            self._start_or_queue(job)
+            self.start_or_queue(job)
 
     def run_in_thread(self, job: OperationJob, function: Callable[[], None]) -> None:
         """Call a function that may have to wait for other ranks. The job fails with what it raises."""
@@ -343,7 +345,8 @@ class OperationThread:
 
         start_thread(threading.Thread(target=run, name=f"{self._name}-wait", daemon=True))
 
-    def _start_or_queue(self, job: OperationJob) -> None:
+    def start_or_queue(self, job: OperationJob) -> None:
+        """Start the operation of a job, behind one of its name that has timed out."""
         key, named_job = (job.operation.group, job.operation.name), _NamedJob(job)
         with self._lock:
             under_way = self._in_flight.setdefault(key, deque())
@@ -365,7 +368,7 @@ class OperationThread:
         next_job: _NamedJob | None = named_job
         while next_job is not None:
             try:
-                work = next_job.work = _start_job(next_job.job)
+                work = next_job.work = self.start_job(next_job.job)
             except Exception as error:  # of any kind: the kernel must end
                 after = self._take_next(key, next_job)
                 fail_job(next_job.job, error)
@@ -373,6 +376,10 @@ class OperationThread:
                 continue
             call_when_over((work,), functools.partial(self._on_over, key, next_job, work))
             return
+
+    def start_job(self, job: OperationJob) -> Work:
+        """Start the operation of a job. A subclass may do so in other ways."""
+        return _start_job(job)
 
     def _on_over(self, key: tuple[int, str], named_job: _NamedJob, work: Work) -> None:
         """An operation has ended. Called by the thread of callbacks."""
