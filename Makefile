@@ -66,7 +66,7 @@ test-quick: .venv/.ready $(LIBRARY)  ## the inner loop: unit and conformance tes
 	$(PYTEST) -q -m "not slow" tests/unit tests/conformance $(ARGS)
 
 test-loaded: build host-tools  ## the Python tests beside two busy processes; adds a line to test-loaded.log
-	$(BIN)/python tools/busy.py -n 2 --log test-loaded.log $(PYTEST) $(ARGS)
+	$(BIN)/python tools/busy.py -n 2 --log test-loaded.log $(MAKE) test-python ARGS="$(ARGS)"
 
 soak: .venv/.ready $(LIBRARY) host-tools  ## an elastic job under faults for 30 minutes, and its goodput for 45; ARGS goes to both
 	$(BIN)/python -m tests.jobs.soak chaos $(ARGS)
@@ -113,7 +113,7 @@ wheel: .venv/.ready  ## build dist/*.whl
 	@ls dist/*.whl
 
 clean:  ## remove what was built; the environments and test-loaded.log stay (remove them by hand)
-	rm -rf build dist $(LIBRARY) src/ronde/comm/backends/*.so src/ronde/tensorflow/*.so src/ronde/jax/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(LIBRARY) src/ronde/*/*.so src/ronde/comm/backends/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # The library goes into the source package, where a wheel has it too. Installing (not building) there replaces the
 # file as a whole, so that processes that have the old one open live on.

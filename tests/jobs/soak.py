@@ -139,6 +139,12 @@ class SoakJob:
         return self.output.read()[-num_bytes:].decode(errors="replace")
 
 
+def is_training(job: SoakJob, seconds: float) -> bool:
+    """Whether no worker can have finished training yet. What is lost behind training fails the job: nobody makes up
+    for it."""
+    return bool(time.time() - job.lines[0]["at"] < seconds - 1.0)
+
+
 # --- faults ------------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +303,7 @@ def run_chaos(folder: Path, seconds: float, seed: int, *, say: Callable[[str], N
         def disturb() -> None:
             nonlocal next_fault
             faults.heal()
-            if job.steps() and time.monotonic() >= next_fault:
+            if job.steps() and is_training(job, seconds) and time.monotonic() >= next_fault:
                 name = faults.cause_one()
                 next_fault = time.monotonic() + chance.uniform(2.0, 10.0)
                 last = job.steps()[-1]

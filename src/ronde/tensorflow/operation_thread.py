@@ -1,5 +1,5 @@
-"""Runs what the kernels of graphs ask for: operations by their names, the channels of gradient plans, and the errors of
-failed calls.
+"""Runs what the kernels of graphs ask for: operations by their names, the channels of their plans for buckets of
+gradients, and the errors of failed calls.
 
 The thread is that of ronde.training.graph_operations, "ronde-tensorflow". What has to wait for other ranks before it
 can start (opening the channel of a plan, join) gets a thread of its own, "ronde-tensorflow-wait", so that ranks may
@@ -9,20 +9,16 @@ come to such things in different orders.
 from __future__ import annotations
 
 import functools
-import re
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ronde.comm.backends.native import NativeChannel
 from ronde.comm.backends.native_library import ALGORITHMS, NativeError, NativeStatus
-from ronde.comm.call import hash_signature, mismatch_error
-from ronde.comm.channel import Channel
+from ronde.comm.call import mismatch_error
 from ronde.comm.group import Group
-from ronde.comm.world import World, current_world
-from ronde.errors import Mismatch, RondeError, RoundEnded
+from ronde.comm.world import current_world
+from ronde.errors import RoundEnded
 from ronde.observe.metrics import Counts
 from ronde.tensorflow.op_library import (
     AT_ONCE,
@@ -33,99 +29,9 @@ from ronde.tensorflow.op_library import (
     OpLibrary,
     load_op_library,
 )
+from ronde.tensorflow.plan_channels import abandoned_error, plan_channels, refuse_steps_at_once
 from ronde.training.graph_operations import OperationJob, OperationThread, group_of
 from ronde.types import Deadline
-
-MAX_CHANNEL_NAME = 60
-
-# --- channels of plans -----------------------------------------------------------------------------------------------
-
-
-class PlanChannels:
-    """The channels on which buckets of gradients are reduced, one per plan and round. Safe from any thread."""
-
-    def __init__(self) -> None:
-        self._channels: dict[str, tuple[World, Channel]] = {}
-        self._lock = threading.Lock()
-        self._opening: dict[str, threading.Lock] = {}
-        self._held: set[str] = set()
-
-    @contextmanager
-    def hold(self, plan: str, group: Group) -> Iterator[Channel]:
-        """The channel of a plan, for a step whose buckets are reduced in Python. Mismatch if another one holds it."""
-        channel = self.open(plan, group)
-        with self._lock:
-            is_held = plan in self._held
-            self._held.add(plan)
-        if is_held:
-            raise refuse_steps_at_once(group, channel, plan)
-        try:
-            yield channel
-        finally:
-            with self._lock:
-                self._held.discard(plan)
-
-    def open(self, plan: str, group: Group) -> Channel:
-        """The channel of a plan in this round, opened together with the other members if it is not open. Members may
-        open those of different plans in any order."""
-        with self._lock:
-            opening = self._opening.setdefault(plan, threading.Lock())
-        with opening:
-            channel = self.find(plan)
-            if channel is None:
-                world = current_world("gradients")
-                _ = group.ordered_channel  # raises when nothing can start here
-                channel = group.open_plan_channel(0, _channel_name(plan), overlapped=True, number=1)
-                with self._lock:
-                    self._channels[plan] = (world, channel)
-            return channel
-
-    def find(self, plan: str) -> Channel | None:
-        """The channel, if it was opened in this round."""
-        with self._lock:
-            found = self._channels.get(plan)
-        return found[1] if found is not None and found[0] is current_world("gradients") else None
-
-    def find_last(self, plan: str) -> Channel | None:
-        """The channel of this round or of the one in which the plan was used last."""
-        with self._lock:
-            found = self._channels.get(plan)
-        return None if found is None else found[1]
-
-
-def _channel_name(plan: str) -> str:
-    """The plan's name as that of a channel: short, and of characters that a file name can have."""
-    readable = re.sub(r"[^\w.-]+", "-", plan)[:MAX_CHANNEL_NAME]
-    return f"tensorflow.{readable}.{hash_signature(plan) & 0xFFFFFFFF:08x}"
-
-
-plan_channels = PlanChannels()
-
-
-def abandoned_error(group: Group, channel: Channel, description: str) -> RondeError:
-    """The error for a step that begins before all buckets of the one before were started. The members cannot know what
-    the next call on the channel stands for, so all of them lose this rank there."""
-    why = (
-        f"the training step before was abandoned on rank {channel.members[group.rank or 0]}, when only some of its "
-        "gradients were reduced"
-    )
-    group.abort_plan_channel(channel, why)
-    return RondeError(
-        f"{description}: {why}; look for the error that ended that step, and end the job or begin a new round after it"
-    )
-
-
-def refuse_steps_at_once(group: Group, channel: Channel, plan: str) -> Mismatch:
-    """The error for a step that begins while another one of its plan is under way in this process. Buckets are matched
-    by their order, so all members lose this rank on the channel."""
-    name = plan.partition(".")[2]
-    why = (
-        f"rank {channel.members[group.rank or 0]} reduces {name!r} twice at once, so which of the two the other ranks "
-        "have to meet is not known; give the two different names (name=), or run them one after the other, in one "
-        "thread"
-    )
-    group.abort_plan_channel(channel, why)
-    return Mismatch(why)
 
 
 def _explain_failure(job: KernelJob) -> Exception:
