@@ -55,9 +55,9 @@ MADE_BY_RONDE = {
 def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
-    yield "[ronde.keras](keras.md), [ronde.elastic](elastic.md) and [ronde.dash](dash.md) have their own, and there"
-    yield "are pages for what [metrics](metrics.md) and [events](events.md) hold. Everything else may change without"
-    yield "notice."
+    yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.elastic](elastic.md) and [ronde.dash](dash.md) have"
+    yield "their own, and there are pages for what [metrics](metrics.md) and [events](events.md) hold. Everything else may"
+    yield "change without notice."
     yield from _describe_names(ronde)
 
 
@@ -79,6 +79,12 @@ def keras_page() -> Iterator[str]:
     yield f"# Names of ronde.keras\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde.keras`. The [guide](../guides/keras.md) shows how to use them."
     yield from _describe_sources("ronde.keras")
+
+
+def jax_page() -> Iterator[str]:
+    yield f"# Names of ronde.jax\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.jax`. The [guide](../guides/jax.md) shows how to use them."
+    yield from _describe_sources("ronde.jax")
 
 
 def elastic_page() -> Iterator[str]:
@@ -402,6 +408,7 @@ def pages() -> dict[Path, str]:
         "torch.md": torch_page(),
         "tensorflow.md": tensorflow_page(),
         "keras.md": keras_page(),
+        "jax.md": jax_page(),
         "elastic.md": elastic_page(),
         "dash.md": dash_page(),
         "settings.md": settings_page(),
