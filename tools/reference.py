@@ -45,6 +45,7 @@ MADE_BY_RONDE = {
     "RunHistory",
     "ShardedArrays",
     "ShardedDataset",
+    "ShardedTree",
     "StatePart",
     "TensorWork",
     "Work",
@@ -56,8 +57,8 @@ def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
     yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.elastic](elastic.md) and [ronde.dash](dash.md) have"
-    yield "their own, and there are pages for what [metrics](metrics.md) and [events](events.md) hold. Everything else may"
-    yield "change without notice."
+    yield "their own, and there are pages for what [metrics](metrics.md) and [events](events.md) hold. Everything else"
+    yield "may change without notice."
     yield from _describe_names(ronde)
 
 
@@ -169,14 +170,22 @@ def _describe_definition(name: str, module: str, original: str) -> Iterator[str]
         yield f"```python\n{name}{signature}\n```\n"
     yield ast.get_docstring(node) or ""
     if isinstance(node, ast.ClassDef):
-        yield from _source_members(node)
-        imported = _find_imports(_parse_module(module))
-        for base in node.bases:  # what ronde's own base classes, which users do not see, have for them
-            origin, _ = imported.get(ast.unparse(base), ("", ""))
-            if origin.startswith("ronde."):
-                inherited = _find_definition(origin, ast.unparse(base))
-                assert isinstance(inherited, ast.ClassDef)
-                yield from _source_members(inherited)
+        yield from _all_source_members(node, module)
+
+
+def _all_source_members(node: ast.ClassDef, module: str) -> Iterator[str]:
+    """Its own members, and what ronde's own base classes, which users do not see, have for them."""
+    yield from _source_members(node)
+    tree = _parse_module(module)
+    imported = _find_imports(tree)
+    here = {each.name for each in tree.body if isinstance(each, ast.ClassDef)}
+    for base in node.bases:
+        name = ast.unparse(base)
+        origin = module if name in here else imported.get(name, ("", ""))[0]
+        if origin.startswith("ronde."):
+            inherited = _find_definition(origin, name)
+            assert isinstance(inherited, ast.ClassDef)
+            yield from _all_source_members(inherited, origin)
 
 
 def _source_members(kind: ast.ClassDef) -> Iterator[str]:

@@ -278,7 +278,7 @@ class Blocks {
   }
 
   void give_back(Block block) {
-    if (block.memory == nullptr) return;
+    if (block.memory == nullptr || block.size > kMaxKeptBytes) return;
     std::lock_guard<std::mutex> lock(mutex_);
     kept_.push_back(std::move(block));
     if (kept_.size() > kMaxKept) kept_.pop_front();
@@ -286,6 +286,7 @@ class Blocks {
 
  private:
   static constexpr size_t kMaxKept = 8;
+  static constexpr size_t kMaxKeptBytes = 32 << 20;  // of each: above that, memory is dearer than new pages
   std::mutex mutex_;
   std::deque<Block> kept_;
 };

@@ -10,6 +10,7 @@ that the two never write to the same.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,10 +31,11 @@ SetBucket = Callable[[str, int, int], None]
 class GradientPlan:
     """A plan in one round."""
 
-    def __init__(self, world: World, plan: Plan, operation: str) -> None:
+    def __init__(self, world: World, plan: Plan, operation: GraphOperation) -> None:
         self.world = world
         self.plan = plan
-        self.operation = operation
+        self.name = operation.name
+        self.operation = operation.encode()
         self.is_native = False
         """Whether the native handler writes into its bucket."""
         self.is_busy = False
@@ -48,6 +50,12 @@ class GradientPlans:
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}
         self._set_bucket: SetBucket | None = None
+        self._unused: deque[str] = deque()
+
+    def close_later(self, name: str) -> None:
+        """The optimizer whose operation has this name is gone: close its plans when the next one is opened. It may be
+        called by the garbage collector, in the middle of anything."""
+        self._unused.append(name)
 
     def use_buckets(self, set_bucket: SetBucket) -> None:
         """Tell the native library the buckets of operations, by this function."""
@@ -66,21 +74,19 @@ class GradientPlans:
         with opening:
             found = self.find(operation, arrays)
             if found is None:
-                found = GradientPlan(current_world(), _make_plan(operation, arrays), operation.encode())
+                found = GradientPlan(current_world(), _make_plan(operation, arrays), operation)
                 self._add(_key_of(operation, arrays), found)
             return found
 
     def _add(self, key: tuple[object, ...], added: GradientPlan) -> None:
+        unused = {self._unused.popleft() for _ in range(len(self._unused))} - {added.name}
         with self._lock:
-            olds = [
-                (key, each)
-                for key, each in self._plans.items()
-                if each.operation == added.operation or each.world is not added.world
-            ]
+            same = [key for key, each in self._plans.items() if each.operation == added.operation]
+            oldest = set(same[: max(0, len(same) + 1 - MAX_PLANS)])
             dropped = [
                 (key, each)
-                for index, (key, each) in enumerate(olds)
-                if each.world is not added.world or index < len(olds) + 1 - MAX_PLANS
+                for key, each in self._plans.items()
+                if key in oldest or each.world is not added.world or each.name in unused
             ]
             for old, _ in dropped:
                 del self._plans[old]

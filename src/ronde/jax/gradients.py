@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from ronde.comm.world import World, current_world
 from ronde.errors import RondeError
 from ronde.jax.collectives import differentiable, flatten_arrays
 from ronde.jax.ffi_library import flags
+from ronde.jax.gradient_plans import gradient_plans
 from ronde.jax.program_operations import bind_operation, operation_name, resolve_group
 from ronde.training.agreement import fingerprint
 from ronde.training.gradient_settings import GradientSettings
@@ -229,6 +231,7 @@ def _reduce_by_dtype(
         has_numbers = any(array.size for array in arrays)
         own = msgspec.structs.replace(operation, name=f"{operation.name}.{number}", is_planned=has_numbers)
         if number == len(by_dtype) and is_compared is not None:
+            finalize(is_compared.__self__, gradient_plans.close_later, own.name).atexit = False  # type: ignore[attr-defined]  # a method has it
             own = msgspec.structs.replace(own, has_flag=True)
             arrays.append(jnp.zeros(1, jnp.uint8))
             *reduced, last = _bind_without_gradient(own, arrays, flags.add(own.name, is_compared))
