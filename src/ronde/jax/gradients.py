@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import jax
 import jax.numpy as jnp
@@ -230,8 +229,9 @@ def _reduce_by_dtype(
         arrays = [gradients[index] for index in indices]
         has_numbers = any(array.size for array in arrays)
         own = msgspec.structs.replace(operation, name=f"{operation.name}.{number}", is_planned=has_numbers)
+        if is_compared is not None:
+            gradient_plans.add_user(own.name, is_compared.__self__)  # type: ignore[attr-defined]  # a method has it
         if number == len(by_dtype) and is_compared is not None:
-            finalize(is_compared.__self__, gradient_plans.close_later, own.name).atexit = False  # type: ignore[attr-defined]  # a method has it
             own = msgspec.structs.replace(own, has_flag=True)
             arrays.append(jnp.zeros(1, jnp.uint8))
             *reduced, last = _bind_without_gradient(own, arrays, flags.add(own.name, is_compared))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,27 @@ def check_gradients_of_other_shapes_and_types_under_the_same_name() -> None:
         for number in range(3):
             found = np.asarray(compute(jnp.full(shape, 4.0 * number + 2 * ronde.rank(), dtype)), np.float32)
             assert (found == 4.0 * number + 1.0).all(), (shape, dtype, number, found)
+
+
+def check_an_optimizer_that_is_gone_on_one_rank_only_may_be_made_again() -> None:
+    def make_function(name: str) -> Any:
+        average = rj.average_gradients(name=name)
+        return jax.jit(lambda gradients: average.update(gradients, ())[0])
+
+    def use(function: Any, num_rows: int) -> None:
+        for number in range(3):
+            found = np.asarray(function(jnp.full(num_rows, 4.0 * number + 2 * ronde.rank())))
+            assert (found == 4.0 * number + 1.0).all(), (number, found)
+
+    for is_kept in (bool(ronde.rank()), False):
+        first = make_function("gone")
+        use(first, 5)
+        kept = first if is_kept else None
+        del first
+        gc.collect()
+        use(make_function("meanwhile"), 7)
+        use(make_function("gone"), 5)
+        del kept
 
 
 def check_optimizers_of_one_name_in_different_programs_count_their_own_steps() -> None:
