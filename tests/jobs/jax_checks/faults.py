@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,7 @@ def give_memory_away_and_go_on() -> None:
     go_on_after_a_loss(donates=True)
 
 
-ronde.init()
-{
+CASES: dict[str, Callable[[], None]] = {
     "step": lose_a_rank_in_a_step,
     "timeout": time_out,
     "shutdown": functools.partial(end_while_programs_run, calls_shutdown=True),
@@ -162,5 +162,7 @@ ronde.init()
     "rounds": begin_rounds,
     "elastic": go_on_after_a_loss,
     "donated": give_memory_away_and_go_on,
-}[CASE]()
+}
+ronde.init()
+CASES[CASE]()
 ronde.shutdown()
