@@ -133,6 +133,16 @@ def parameters_without_a_shape_are_broadcast_in_the_first_pass() -> None:
 
 
 @check
+def parameters_without_a_shape_may_be_broadcast_twice() -> None:
+    net = make_net(ronde.rank(), in_units=0)
+    trainer = rm.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    rm.broadcast_parameters(net)
+    trainer.broadcast_parameters()
+    net(mx.nd.array(X[0]))
+    expect_equal_on_all(np.concatenate([each.reshape(-1) for each in parameters_of(net)]), "the first values")
+
+
+@check
 def parameters_that_differ_are_named() -> None:
     error = error_of(lambda: rm.broadcast_parameters({"a": mx.nd.ones((2 + ronde.rank(),))}))
     assert isinstance(error, Mismatch) and "a float32[2]" in str(error) and "a float32[3]" in str(error)
