@@ -4,8 +4,7 @@ Gradients travel in buckets, each of which is one operation in the engine: it st
 bucket is computed, and whatever updates a parameter waits for its bucket only. All of it is pushed at once; nothing
 here waits, except in an elastic job, where no parameter may change before all gradients are there.
 
-Where no core is idle, nothing is gained by that: then the caller waits for its gradients and reduces them itself, which
-spares threads that would wake each other (GradientSettings.overlap).
+With overlap=False the caller waits for its gradients and reduces them itself.
 
 A parameter on several contexts has a gradient on each. They are summed to one, as MXNet does it, which is reduced and
 copied back to all of them.
@@ -13,7 +12,6 @@ copied back to all of them.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -200,7 +198,7 @@ class GradientReducer:
         if codec is not None:
             given = zip(gradients, totals, strict=True)
             wires = [codec.encode(each.key, total, members.size) for each, total in given]
-        stream, overlaps = self._get_stream(members), self._overlaps(members)
+        stream, overlaps = self._get_stream(members), self._settings.overlap is not False
         for bucket in self._plan([each.name for each in gradients], wires):
             pairs = [(wires[index], wires[index]) for index in bucket.indices]
             if overlaps:
@@ -210,14 +208,6 @@ class GradientReducer:
         if codec is not None:
             for each, wire, total in zip(gradients, wires, totals, strict=True):
                 codec.decode(each.key, wire, total, members.size)
-
-    def _overlaps(self, members: Group) -> bool:
-        """Whether buckets are reduced in the engine, while other things are computed."""
-        if self._settings.overlap is not None:
-            return self._settings.overlap
-        topology = current_world("gradients").topology
-        has_idle_cores = topology.local_size < len(os.sched_getaffinity(0))
-        return has_idle_cores or len({topology.host_indices[rank] for rank in members.ranks}) > 1
 
     def _get_stream(self, members: Group) -> OrderedStream:
         """The stream of this reducer in this round."""
