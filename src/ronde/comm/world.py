@@ -25,7 +25,7 @@ from ronde.comm.control_thread import ControlThread, JoinedRound
 from ronde.comm.group import Group
 from ronde.comm.joining import Groups, complete_settings, join_round
 from ronde.comm.open_channels import OpenChannels
-from ronde.comm.reentry import InsideOperation, forked_error
+from ronde.comm.reentry import InsideOperation, forked_error, this_thread
 from ronde.comm.telemetry import ChannelStallInspector
 from ronde.comm.work import finish_callbacks
 from ronde.errors import (
@@ -86,6 +86,7 @@ class World:
         self.joined_round = joined_round
         self._open_channels = OpenChannels(topology.rank, topology.size, joined_round.backend, self.recorder, settings)
         self._close_lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
+        self._shutdown_waits: dict[Callable[[], None], None] = {}
         self._timeline_lock = threading.Lock()
         self._closed = False
         self.pid = os.getpid()
@@ -200,6 +201,20 @@ class World:
         self.control_thread.finish()
         if self.is_over:  # a rank was lost in the barrier, and others may not be through
             self.control_thread.leave(LeaveRound(LeaveReason.FINISHED), Deadline(self.settings.shutdown_s))
+
+    def add_shutdown_wait(self, wait: Callable[[], None]) -> None:
+        """Let shutdown() call this before it leaves the round. It waits for operations that a framework has started by
+        itself, so that the script could not wait for them. Adding it again changes nothing."""
+        self._shutdown_waits[wait] = None
+
+    def finish_operations(self) -> None:
+        """Call what was given to add_shutdown_wait(), unless the round is over, or a signal handler has called
+        shutdown() in the middle of an operation, which would be waited for, too."""
+        if self.is_in_child or this_thread.operation or self.is_over:
+            return
+        with InsideOperation("shutdown()"):
+            for wait in [*self._shutdown_waits]:
+                wait()
 
     def close(
         self,
@@ -442,7 +457,8 @@ def leave(reason: LeaveReason, why: str) -> None:
 
 
 def shutdown() -> None:
-    """Leave the round. It does nothing if no round is running. Afterwards init() may join another round.
+    """Leave the round. It does nothing if no round is running. Afterwards init() may join another round. Operations in
+    MXNet's engine are waited for; other works that are under way end with RoundEnded.
 
     A signal handler may call it at any time. An operation that it has interrupted ends with RoundEnded when the handler
     returns; the other ranks learn that this one has left. An init() that it has interrupted ends at once: RoundEnded is
@@ -451,6 +467,8 @@ def shutdown() -> None:
     if _state.joining_thread == threading.get_ident():
         _state.joining_ended = RoundEnded("shutdown() was called while init() was under way, so no round was joined")
         raise _state.joining_ended
+    if _state.world is not None:
+        _state.world.finish_operations()
     world, _state.world = _state.world, None
     if world is not None:
         world.close()
