@@ -59,7 +59,7 @@ def test_the_mlp_learns_digits() -> None:
 @needs("MXNet", missing="" if MXNET.exists() else "no .venv-mxnet; `make build` makes it")
 @pytest.mark.parametrize("flags", [[], ["--fp16"]])
 def test_gluon_of_mxnet_learns_digits(flags: list[str]) -> None:
-    words = [PROGRAMS / "ronde", "run", "-np", "2", MXNET, EXAMPLES / "mxnet/digits.py", *flags]
+    words: list[str | Path] = [PROGRAMS / "ronde", "run", "-np", "2", MXNET, EXAMPLES / "mxnet/digits.py", *flags]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     accuracy = re.search(r"test accuracy with 2 rank\(s\): ([\d.]+)%", output_of(words, env=env, limit_s=LONG_S))
     assert accuracy
