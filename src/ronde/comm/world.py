@@ -86,7 +86,7 @@ class World:
         self.joined_round = joined_round
         self._open_channels = OpenChannels(topology.rank, topology.size, joined_round.backend, self.recorder, settings)
         self._close_lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
-        self._shutdown_waits: dict[Callable[[], None], None] = {}
+        self._operations_waits: dict[Callable[[], None], None] = {}
         self._timeline_lock = threading.Lock()
         self._closed = False
         self.pid = os.getpid()
@@ -202,18 +202,18 @@ class World:
         if self.is_over:  # a rank was lost in the barrier, and others may not be through
             self.control_thread.leave(LeaveRound(LeaveReason.FINISHED), Deadline(self.settings.shutdown_s))
 
-    def add_shutdown_wait(self, wait: Callable[[], None]) -> None:
-        """Let shutdown() call this before it leaves the round. It waits for operations that a framework has started by
-        itself, so that the script could not wait for them. Adding it again changes nothing."""
-        self._shutdown_waits[wait] = None
+    def add_operations_wait(self, wait: Callable[[], None]) -> None:
+        """Let shutdown() and join() call this first. It waits for operations that a framework starts by itself when it
+        comes to them, later than the script has called them. Adding it again changes nothing."""
+        self._operations_waits[wait] = None
 
-    def finish_operations(self) -> None:
-        """Call what was given to add_shutdown_wait(), unless the round is over, or a signal handler has called
-        shutdown() in the middle of an operation, which would be waited for, too."""
+    def finish_operations(self, what: str) -> None:
+        """Call what was given to add_operations_wait(), unless the round is over, or a signal handler has interrupted an
+        operation, which would be waited for, too. `what` is the call that needs it."""
         if self.is_in_child or this_thread.operation or self.is_over:
             return
-        with InsideOperation("shutdown()"):
-            for wait in [*self._shutdown_waits]:
+        with InsideOperation(what):
+            for wait in [*self._operations_waits]:
                 wait()
 
     def close(
@@ -468,7 +468,7 @@ def shutdown() -> None:
         _state.joining_ended = RoundEnded("shutdown() was called while init() was under way, so no round was joined")
         raise _state.joining_ended
     if _state.world is not None:
-        _state.world.finish_operations()
+        _state.world.finish_operations("shutdown()")
     world, _state.world = _state.world, None
     if world is not None:
         world.close()

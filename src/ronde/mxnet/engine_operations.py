@@ -222,7 +222,7 @@ class EngineThread:
         priority: int,
     ) -> None:
         """Give an operation to the engine, and a place in its stream: an OrderedStream, or that of a group and name."""
-        current_world(operation.description).add_shutdown_wait(self.wait_for_pushed)
+        current_world(operation.description).add_operations_wait(self.wait_for_pushed)
         with InsideOperation(operation.description), self._push_lock:
             with self._lock:
                 if isinstance(stream, tuple):

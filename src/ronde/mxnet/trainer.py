@@ -110,7 +110,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         that they add nothing to the others."""
         members = resolve_group(self._group)
         params = [each for each in self._params if each.grad_req != "null"]
-        fresh = np.array([any(data._fresh_grad for data in each.list_data()) for each in params], np.int8)
+        fresh = np.array([any(data._fresh_grad for data in each.list_data()) for each in params], np.uint8)
         if params and members.rank is not None:
             fresh = members.allreduce(fresh, op=Op.MAX)
         for param, is_fresh in zip(params, fresh, strict=True):

@@ -13,7 +13,7 @@ import ronde
 import ronde.mxnet as rm
 from ronde.errors import Mismatch, OutOfSync
 from ronde.mxnet.gradients import ThresholdWire
-from tests.jobs.mxnet_checks.checks import check, error_of, expect_equal_on_all, runs_in_engine
+from tests.jobs.mxnet_checks.checks import check, error_of, expect_equal_on_all, runs_in_engine, slow_zeros
 
 NUM_STEPS = 6
 X = np.random.default_rng(0).standard_normal((NUM_STEPS, 8, 5)).astype("float32")
@@ -319,6 +319,28 @@ def a_module_on_several_contexts_whose_gradients_nobody_sums_is_refused() -> Non
     optimizer = rm.DistributedOptimizer(mx.optimizer.create("sgd", param_idx2name={0: "w", 1: "w"}))
     with pytest.raises(ValueError, match="'w' on several contexts"):
         optimizer.update(0, mx.nd.ones((2,)), mx.nd.ones((2,)), None)
+
+
+@check
+def a_rank_may_join_while_its_last_operations_are_in_the_engine() -> None:
+    for join in (rm.join, ronde.join):
+        pair = ronde.add_group([0, 1])
+        parameter = gluon.Parameter("w", shape=(300, 300))
+        parameter.initialize(mx.init.Zero())
+        trainer = rm.DistributedTrainer([parameter], "sgd", {"learning_rate": 1.0}, group=pair, overlap=True)
+
+        def step(parameter: Any = parameter, trainer: Any = trainer, pair: Any = pair) -> Any:
+            with autograd.record():
+                loss = (parameter.data() * (slow_zeros() + 1.0)).sum()
+            loss.backward()
+            trainer.step(1)
+            return rm.allreduce(slow_zeros() + 1.0, group=pair, wait=False)
+
+        results = [step() for _ in range(3 - ronde.rank())]  # rank 0 has one more
+        assert join(group=pair) == 0
+        assert [float(each.asnumpy().max()) for each in results] == [2.0, 2.0, 1.0][: len(results)]
+        assert float(parameter.data().asnumpy().min()) == [-2.5, -2.0][ronde.rank()]
+        ronde.remove_group(pair)
 
 
 @check
