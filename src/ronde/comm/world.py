@@ -208,8 +208,8 @@ class World:
         self._operations_waits[wait] = None
 
     def finish_operations(self, what: str) -> None:
-        """Call what was given to add_operations_wait(), unless the round is over, or a signal handler has interrupted an
-        operation, which would be waited for, too. `what` is the call that needs it."""
+        """Call what was given to add_operations_wait(), unless the round is over, or a signal handler has interrupted
+        an operation, which would be waited for, too. `what` is the call that needs it."""
         if self.is_in_child or this_thread.operation or self.is_over:
             return
         with InsideOperation(what):

@@ -50,6 +50,9 @@ class WireCodec(Protocol):
     def decode(self, key: object, wire: Any, gradient: Any, size: int) -> None:
         """Write the gradient, of what the wires of `size` members were reduced to."""
 
+    def undo(self, key: object) -> None:
+        """Forget the last encode() of this key: the reduction was interrupted, and will be done again."""
+
     def choose_op(self, op: Op) -> Op:
         """How wires are reduced if gradients are to be reduced like this."""
 
@@ -65,6 +68,9 @@ class CastWire:
     def decode(self, key: object, wire: Any, gradient: Any, size: int) -> None:
         if wire is not gradient:
             wire.astype(gradient.dtype).copyto(gradient)
+
+    def undo(self, key: object) -> None:
+        return
 
     def choose_op(self, op: Op) -> Op:
         return op
@@ -82,10 +88,12 @@ class ThresholdWire:
         self._threshold = float(threshold)
         self._lost: dict[object, Any] = {}
         """By the key of the parameter."""
+        self._lost_before: dict[object, Any] = {}
+        """The same before the last gradient."""
         self._op = Op.SUM
 
     def encode(self, key: object, gradient: Any, size: int) -> Any:
-        lost = self._lost.get(key)
+        lost = self._lost_before[key] = self._lost.get(key)
         rest = gradient if lost is None else gradient + lost
         signs = (rest >= self._threshold) - (rest <= -self._threshold)
         self._lost[key] = rest - signs * self._threshold
@@ -94,6 +102,9 @@ class ThresholdWire:
     def decode(self, key: object, wire: Any, gradient: Any, size: int) -> None:
         factor = self._threshold / (size if self._op is Op.MEAN else 1)
         (wire.astype(gradient.dtype) * factor).copyto(gradient)
+
+    def undo(self, key: object) -> None:
+        self._lost[key] = self._lost_before.get(key)
 
     def choose_op(self, op: Op) -> Op:
         if op is Op.ADASUM:
@@ -177,21 +188,30 @@ class GradientReducer:
             for array in each.arrays:
                 check_array(array, f"the gradient of {each.name!r}")
         world = current_world("gradients")
+        try:
+            self._reduce_contexts(members, gradients, alone=members.size == 1 and not world.can_rejoin)
+            if world.can_rejoin:  # then nothing is updated unless all gradients are there
+                wait_for_arrays([array for each in gradients for array in each.arrays])
+        except Exception:
+            if world.can_rejoin:
+                clear_errors()
+                self._undo(gradients)
+            raise
+        _count.num_reductions += 1
+
+    def _reduce_contexts(self, members: Group, gradients: Sequence[ParameterGradients], *, alone: bool) -> None:
         with mx.autograd.pause():
             totals = [_sum_contexts(each.arrays) for each in gradients]
-            # Who is no member updates with its own gradients.
-            if members.rank is not None and (members.size > 1 or world.can_rejoin):
+            if members.rank is not None and not alone:  # who is no member updates with its own gradients
                 self._reduce(members, gradients, totals)
             for total, each in zip(totals, gradients, strict=True):
                 for array in each.arrays[1:]:
                     total.copyto(array)
-        if world.can_rejoin:  # then nothing is updated unless all gradients are there
-            try:
-                wait_for_arrays([array for each in gradients for array in each.arrays])
-            except Exception:
-                clear_errors()
-                raise
-        _count.num_reductions += 1
+
+    def _undo(self, gradients: Sequence[ParameterGradients]) -> None:
+        if self._codec is not None:
+            for each in gradients:
+                self._codec.undo(each.key)
 
     def _reduce(self, members: Group, gradients: Sequence[ParameterGradients], totals: Sequence[Any]) -> None:
         codec, wires = self._codec, list(totals)

@@ -140,6 +140,16 @@ def what_two_bits_lose_is_kept_for_the_parameter_that_has_lost_it() -> None:
 
 
 @check
+def a_reduction_that_was_interrupted_loses_nothing() -> None:
+    codec = ThresholdWire(0.5)
+    for _ in range(3):
+        assert codec.encode("w", mx.nd.full((2,), 0.3), 2).asnumpy().tolist() == [0, 0]
+        codec.undo("w")
+    codec.encode("w", mx.nd.full((2,), 0.3), 2)
+    assert codec.encode("w", mx.nd.full((2,), 0.3), 2).asnumpy().tolist() == [1, 1]
+
+
+@check
 def signs_of_many_ranks_do_not_overflow() -> None:
     codec = ThresholdWire(0.5)
     for size in (2, 127, 128, 1000):

@@ -27,7 +27,8 @@ _FILE_NAME = re.compile(r"(rank-\d+|scheduler|server-\d+)\.(out|err)")
 
 class RankOutputFiles:
     """Creates empty files `rank-0.out`, `rank-0.err` … in a directory, or `rank.0/stdout` … in the layout of Horovod.
-    `names` are those of processes that are no ranks, by number: `scheduler.out`. When a file cannot be written, print_message is called: once for each kind of error.
+    `names` are those of processes that are no ranks, by number: `scheduler.out`. When a file cannot be written,
+    print_message is called: once for each kind of error.
 
     Files of an earlier run with more ranks are removed, so that the directory shows one run and not parts of two.
     (Horovod leaves its own, so those are left.)"""
