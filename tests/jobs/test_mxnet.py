@@ -85,7 +85,7 @@ def test_what_others_do_not_come_to_ends_with_an_error_that_names_them(tmp_path:
         assert "allreduce 'alone' of group 0 did not start within 5 s; it waits for rank 1" in seen
 
 
-@pytest.mark.parametrize(("case", "text"), [("stop", "all arrived"), ("leave", "ended")])
+@pytest.mark.parametrize(("case", "text"), [("stop", "all arrived"), ("leave", "ended"), ("shutdown", "all arrived")])
 def test_a_rank_that_stands_still_or_leaves_harms_nobody(case: str, text: str, tmp_path: Path) -> None:
     output_of(
         [*RUN, *PYTHON, "-m", "tests.jobs.mxnet_checks.faults", case, tmp_path], env=environment(), limit_s=LONG_S

@@ -201,6 +201,7 @@ def join(*, group: Group | None = None) -> int:
     The others can only use operations that zeros do not change: sum, mean (still divided by the number of all members),
     bit_or, bit_xor, and max of unsigned numbers. Anything else is a Mismatch for them.
     """
+    current_world("join").finish_operations("join")
     return resolve_group(group).join()
 
 

@@ -25,7 +25,7 @@ from ronde.comm.control_thread import ControlThread, JoinedRound
 from ronde.comm.group import Group
 from ronde.comm.joining import Groups, complete_settings, join_round
 from ronde.comm.open_channels import OpenChannels
-from ronde.comm.reentry import InsideOperation, forked_error
+from ronde.comm.reentry import InsideOperation, forked_error, this_thread
 from ronde.comm.telemetry import ChannelStallInspector
 from ronde.comm.work import finish_callbacks
 from ronde.errors import (
@@ -201,6 +201,15 @@ class World:
         if self.is_over:  # a rank was lost in the barrier, and others may not be through
             self.control_thread.leave(LeaveRound(LeaveReason.FINISHED), Deadline(self.settings.shutdown_s))
 
+    def finish_operations(self, what: str) -> None:
+        """Call what was given to add_operations_wait(), unless the round is over, or a signal handler has interrupted
+        an operation, which would be waited for, too. `what` is the call that needs it."""
+        if self.is_in_child or this_thread.operation or self.is_over:
+            return
+        with InsideOperation(what):
+            for wait in _state.operation_waits:
+                wait()
+
     def close(
         self,
         reason: LeaveReason = LeaveReason.SHUTDOWN,
@@ -319,7 +328,7 @@ class _ProcessState:
     leaves_at_exit = False
     has_state = True
     """As World.has_state."""
-    before_shutdown: tuple[Callable[[], None], ...] = ()
+    operation_waits: tuple[Callable[[], None], ...] = ()
     """What shutdown() calls first."""
     worlds_of_parent: tuple[World, ...] = ()
     """In a forked child: the worlds that it inherited, kept so that nothing of them is finalized before its end."""
@@ -444,7 +453,8 @@ def leave(reason: LeaveReason, why: str) -> None:
 
 
 def shutdown() -> None:
-    """Leave the round. It does nothing if no round is running. Afterwards init() may join another round.
+    """Leave the round. It does nothing if no round is running. Afterwards init() may join another round. Operations in
+    MXNet's engine are waited for; other works that are under way end with RoundEnded.
 
     A signal handler may call it at any time. An operation that it has interrupted ends with RoundEnded when the handler
     returns; the other ranks learn that this one has left. An init() that it has interrupted ends at once: RoundEnded is
@@ -453,18 +463,19 @@ def shutdown() -> None:
     if _state.joining_thread == threading.get_ident():
         _state.joining_ended = RoundEnded("shutdown() was called while init() was under way, so no round was joined")
         raise _state.joining_ended
-    if _state.world is not None and not _state.world.is_in_child and sys.exc_info()[1] is None:
-        for function in _state.before_shutdown:
-            function()
+    if _state.world is not None and sys.exc_info()[1] is None:
+        _state.world.finish_operations("shutdown()")
     world, _state.world = _state.world, None
     if world is not None:
         world.close()
 
 
-def call_before_shutdown(function: Callable[[], None]) -> None:
-    """Let shutdown() call a function first, in this round and later ones, unless it is called while an error is
-    handled. The function waits for operations that the process has begun in the background, and raises nothing."""
-    _state.before_shutdown = (*_state.before_shutdown, function)
+def add_operations_wait(wait: Callable[[], None]) -> None:
+    """Let shutdown() and join() call this first, in this round and later ones; shutdown() not while an error is
+    handled. It waits for operations that a framework starts by itself when it comes to them, later than the script has
+    called them, and raises nothing. Adding it again changes nothing."""
+    if wait not in _state.operation_waits:
+        _state.operation_waits = (*_state.operation_waits, wait)
 
 
 def is_initialized() -> bool:

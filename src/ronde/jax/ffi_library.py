@@ -28,7 +28,7 @@ import numpy as np
 from ronde.comm.buffers import address_of, array_at, as_array
 from ronde.comm.call import Memory
 from ronde.comm.work import Work
-from ronde.comm.world import call_before_shutdown, current_world, is_initialized
+from ronde.comm.world import add_operations_wait, current_world, is_initialized
 from ronde.errors import RondeError, RoundEnded
 from ronde.jax.gradient_plans import GradientPlan, copy_in, copy_out, gradient_plans, is_planned
 from ronde.training.graph_operations import (
@@ -319,7 +319,7 @@ def is_native() -> bool:
         with _lock:
             if _state.is_native is None:
                 _state.is_native = _load()
-                call_before_shutdown(finish_programs)
+                add_operations_wait(finish_programs)
                 atexit.register(_finish_programs_at_exit)  # comes before the thread stops and the round is left
     return _state.is_native
 

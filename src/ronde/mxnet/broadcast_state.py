@@ -85,7 +85,7 @@ def _broadcast_when_initialized(parameter: Any, root: int, members: Group, name:
     def initialize_and_broadcast(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(*args, **kwargs)
         _broadcast_to_all(self.list_data(), root, members, f"initial value of {name}")
-        del self.__dict__["_init_impl"]
+        self.__dict__.pop("_init_impl", None)  # None is there if this is the second broadcast of two
 
     parameter._init_impl = types.MethodType(initialize_and_broadcast, parameter)
 

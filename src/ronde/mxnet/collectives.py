@@ -23,7 +23,7 @@ from ronde.comm.buffers import array_at
 from ronde.comm.call import CallOptions, Memory, Signature, Span, even_shares, get_signature
 from ronde.comm.group import Group
 from ronde.comm.work import Work
-from ronde.comm.world import resolve_group
+from ronde.comm.world import current_world, resolve_group
 from ronde.mxnet.arrays import as_memory, check_array, is_array, new_array, wait_for_arrays
 from ronde.mxnet.engine_operations import EngineOperation, OrderedStream, get_engine_thread, streams, submit
 from ronde.text import format_ranks
@@ -161,7 +161,8 @@ def barrier(*, group: Group | None = None, name: str | None = None) -> None:
 
 def join(*, group: Group | None = None) -> int:
     """Contribute zeros to the allreduces of the others until every member has joined; for a rank that has no more data.
-    Return the rank that joined last."""
+    Return the rank that joined last. What this rank has called before is waited for first."""
+    current_world("join").finish_operations("join")
     return resolve_group(group).join()
 
 

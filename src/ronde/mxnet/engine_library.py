@@ -86,7 +86,7 @@ class EngineLibrary:
         """Let the engine make a job of this number when the arrays can be read and written. One that is both is given
         as written. The engine keeps them until the operation is ended."""
         for each in read:
-            if each.ndim > 1 and self._restore_layout is not None:
+            if each.size and self._restore_layout is not None:  # also of one dimension: it may be a view
                 self._restore_layout(each.handle)
         arrays = (*read, *written)
         handles = (c_void_p * len(arrays))(*[each.handle for each in arrays])

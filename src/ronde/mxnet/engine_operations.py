@@ -26,6 +26,7 @@ from ronde.comm.channel import Channel
 from ronde.comm.group import Group
 from ronde.comm.reentry import InsideOperation
 from ronde.comm.work import Work, call_when_over
+from ronde.comm.world import add_operations_wait
 from ronde.errors import OperationTimeout, RondeError
 from ronde.mxnet.engine_library import FAILED, SKIPPED, EngineJob, EngineLibrary, load_engine_library
 from ronde.net.event_loop import start_thread
@@ -221,6 +222,7 @@ class EngineThread:
         priority: int,
     ) -> None:
         """Give an operation to the engine, and a place in its stream: an OrderedStream, or that of a group and name."""
+        add_operations_wait(self.wait_for_pushed)
         with InsideOperation(operation.description), self._push_lock:
             with self._lock:
                 if isinstance(stream, tuple):
@@ -280,13 +282,17 @@ class EngineThread:
 
     def stop(self) -> None:
         """Called when the process ends, before the rank leaves the round and MXNet ends its engine: wait for what was
-        pushed, in which other ranks may count on this one. Operations end when their time is over, or when the rank
-        has left because of an error."""
+        pushed, in which other ranks may count on this one."""
+        self.wait_for_pushed()
+        self._library.stop()
+        self._thread.join(STOP_S)
+
+    def wait_for_pushed(self) -> None:
+        """Wait for what was pushed. Operations end when their time is over, or when the rank has left because of an
+        error."""
         with self._idle:
             timeouts_s = [each.stream.group.operation_timeout_s for each in self._pushed.values() if each.stream]
             self._idle.wait_for(lambda: not self._pushed, max(timeouts_s, default=0.0) + STOP_S)
-        self._library.stop()
-        self._thread.join(STOP_S)
 
     def _forget(self, operation: EngineOperation) -> None:
         """The operation is over."""

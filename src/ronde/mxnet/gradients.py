@@ -31,6 +31,7 @@ from ronde.types import Op, parse_op
 
 MAX_CHANNEL_NAME = 40
 COMPRESSIONS = ("none", "fp16", "2bit")
+MAX_INT8 = 127
 
 
 # --- compression -----------------------------------------------------------------------------------------------------
@@ -42,11 +43,15 @@ class WireCodec(Protocol):
     name: str
     """Compared between ranks."""
 
-    def encode(self, index: int, gradient: Any) -> Any:
-        """The array that is reduced for the gradient of this index; the gradient itself if it travels as it is."""
+    def encode(self, key: object, gradient: Any, size: int) -> Any:
+        """The array that is reduced, over `size` members, for the gradient of the parameter of this key; the gradient
+        itself if it travels as it is."""
 
-    def decode(self, index: int, wire: Any, gradient: Any, size: int) -> None:
+    def decode(self, key: object, wire: Any, gradient: Any, size: int) -> None:
         """Write the gradient, of what the wires of `size` members were reduced to."""
+
+    def undo(self, key: object) -> None:
+        """Forget the last encode() of this key: the reduction was interrupted, and will be done again."""
 
     def choose_op(self, op: Op) -> Op:
         """How wires are reduced if gradients are to be reduced like this."""
@@ -57,12 +62,15 @@ class CastWire:
 
     name = "fp16"
 
-    def encode(self, index: int, gradient: Any) -> Any:
+    def encode(self, key: object, gradient: Any, size: int) -> Any:
         return gradient.astype("float16") if get_dtype(gradient).num_bytes > 2 else gradient
 
-    def decode(self, index: int, wire: Any, gradient: Any, size: int) -> None:
+    def decode(self, key: object, wire: Any, gradient: Any, size: int) -> None:
         if wire is not gradient:
             wire.astype(gradient.dtype).copyto(gradient)
+
+    def undo(self, key: object) -> None:
+        return
 
     def choose_op(self, op: Op) -> Op:
         return op
@@ -71,26 +79,32 @@ class CastWire:
 class ThresholdWire:
     """The 2bit compression of MXNet's kvstore: of each number travels whether it is at least the threshold, at most its
     negative, or between them, and what is lost is added to the next gradient. A number travels as 8 bits, so that
-    members can add them up."""
+    members can add them up; as 32 if there are more than 127 of them."""
 
     def __init__(self, threshold: float = 0.5) -> None:
         if not threshold > 0:
             raise ValueError(f"the threshold of compression type 2bit must be above 0, got {threshold!r}")
         self.name = f"2bit {threshold!r}"
         self._threshold = float(threshold)
-        self._lost: dict[int, Any] = {}
+        self._lost: dict[object, Any] = {}
+        """By the key of the parameter."""
+        self._lost_before: dict[object, Any] = {}
+        """The same before the last gradient."""
         self._op = Op.SUM
 
-    def encode(self, index: int, gradient: Any) -> Any:
-        lost = self._lost.get(index)
+    def encode(self, key: object, gradient: Any, size: int) -> Any:
+        lost = self._lost_before[key] = self._lost.get(key)
         rest = gradient if lost is None else gradient + lost
         signs = (rest >= self._threshold) - (rest <= -self._threshold)
-        self._lost[index] = rest - signs * self._threshold
-        return signs.astype("int8")
+        self._lost[key] = rest - signs * self._threshold
+        return signs.astype("int8" if size <= MAX_INT8 else "int32")
 
-    def decode(self, index: int, wire: Any, gradient: Any, size: int) -> None:
+    def decode(self, key: object, wire: Any, gradient: Any, size: int) -> None:
         factor = self._threshold / (size if self._op is Op.MEAN else 1)
         (wire.astype(gradient.dtype) * factor).copyto(gradient)
+
+    def undo(self, key: object) -> None:
+        self._lost[key] = self._lost_before.get(key)
 
     def choose_op(self, op: Op) -> Op:
         if op is Op.ADASUM:
@@ -141,6 +155,8 @@ class ParameterGradients(NamedTuple):
     name: str
     arrays: list[Any]
     """One for each context."""
+    key: object
+    """By which the parameter is known from one reduction to the next: its name may not be the only one of its kind."""
 
 
 class GradientReducer:
@@ -168,40 +184,50 @@ class GradientReducer:
     def reduce(self, gradients: Sequence[ParameterGradients]) -> None:
         """Let the gradients become those of all ranks and contexts, in place. Collective."""
         members = resolve_group(self._group)
-        if members.rank is None:  # who is no member updates with its own gradients
-            return
         for each in gradients:
             for array in each.arrays:
                 check_array(array, f"the gradient of {each.name!r}")
         world = current_world("gradients")
+        try:
+            self._reduce_contexts(members, gradients, alone=members.size == 1 and not world.can_rejoin)
+            if world.can_rejoin:  # then nothing is updated unless all gradients are there
+                wait_for_arrays([array for each in gradients for array in each.arrays])
+        except Exception:
+            if world.can_rejoin:
+                clear_errors()
+                self._undo(gradients)
+            raise
+        _count.num_reductions += 1
+
+    def _reduce_contexts(self, members: Group, gradients: Sequence[ParameterGradients], *, alone: bool) -> None:
         with mx.autograd.pause():
             totals = [_sum_contexts(each.arrays) for each in gradients]
-            if members.size > 1 or world.can_rejoin:
-                self._reduce(members, [each.name for each in gradients], totals)
+            if members.rank is not None and not alone:  # who is no member updates with its own gradients
+                self._reduce(members, gradients, totals)
             for total, each in zip(totals, gradients, strict=True):
                 for array in each.arrays[1:]:
                     total.copyto(array)
-        if world.can_rejoin:  # then nothing is updated unless all gradients are there
-            try:
-                wait_for_arrays([array for each in gradients for array in each.arrays])
-            except Exception:
-                clear_errors()
-                raise
-        _count.num_reductions += 1
 
-    def _reduce(self, members: Group, names: Sequence[str], totals: Sequence[Any]) -> None:
-        codec = self._codec
-        wires = list(totals) if codec is None else [codec.encode(i, total) for i, total in enumerate(totals)]
+    def _undo(self, gradients: Sequence[ParameterGradients]) -> None:
+        if self._codec is not None:
+            for each in gradients:
+                self._codec.undo(each.key)
+
+    def _reduce(self, members: Group, gradients: Sequence[ParameterGradients], totals: Sequence[Any]) -> None:
+        codec, wires = self._codec, list(totals)
+        if codec is not None:
+            given = zip(gradients, totals, strict=True)
+            wires = [codec.encode(each.key, total, members.size) for each, total in given]
         stream, overlaps = self._get_stream(members), self._settings.overlap is not False
-        for bucket in self._plan(names, wires):
+        for bucket in self._plan([each.name for each in gradients], wires):
             pairs = [(wires[index], wires[index]) for index in bucket.indices]
             if overlaps:
                 push_ordered(stream, bucket.signature, pairs, priority=-min(bucket.indices))
             else:
                 run_ordered(stream, bucket.signature, [wire for wire, _ in pairs])
         if codec is not None:
-            for index, (wire, total) in enumerate(zip(wires, totals, strict=True)):
-                codec.decode(index, wire, total, members.size)
+            for each, wire, total in zip(gradients, wires, totals, strict=True):
+                codec.decode(each.key, wire, total, members.size)
 
     def _get_stream(self, members: Group) -> OrderedStream:
         """The stream of this reducer in this round."""

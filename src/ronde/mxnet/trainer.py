@@ -91,11 +91,42 @@ class DistributedTrainer(mx.gluon.Trainer):
         when they are initialized. Collective."""
         broadcast_parameters(self, root, group=self._group)
 
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """Reduce the gradients, and update the parameters. Collective. With `ignore_stale_grad` a parameter is updated
+        if backward() has given it a gradient on any rank; the other ranks count as if theirs were 0."""
+        if ignore_stale_grad:
+            self._agree_on_fresh(clear=True)
+        super().step(batch_size, ignore_stale_grad)
+
+    def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """Update the parameters after allreduce_grads(). With `ignore_stale_grad` it is collective: a parameter is
+        updated if backward() has given it a gradient on any rank."""
+        if ignore_stale_grad:
+            self._agree_on_fresh(clear=False)
+        super().update(batch_size, ignore_stale_grad)
+
+    def _agree_on_fresh(self, *, clear: bool) -> None:
+        """Mark on all ranks and contexts the gradients that are fresh on any; `clear` those that are not fresh here, so
+        that they add nothing to the others."""
+        members = resolve_group(self._group)
+        params = [each for each in self._params if each.grad_req != "null"]
+        fresh = np.array([any(data._fresh_grad for data in each.list_data()) for each in params], np.uint8)
+        if params and members.rank is not None:
+            fresh = members.allreduce(fresh, op=Op.MAX)
+        for param, is_fresh in zip(params, fresh, strict=True):
+            for data, gradient in zip(param.list_data(), param.list_grad(), strict=True):
+                if is_fresh and not data._fresh_grad:
+                    if clear:
+                        gradient[:] = 0
+                    data._fresh_grad = True
+
     def _allreduce_grads(self) -> None:
         self._num_steps += 1
         self._compare_parameters()
         gradients = [
-            ParameterGradients(param.name, param.list_grad()) for param in self._params if param.grad_req != "null"
+            ParameterGradients(param.name, param.list_grad(), index)
+            for index, param in enumerate(self._params)
+            if param.grad_req != "null"
         ]
         if gradients:
             self._reducer.reduce(gradients)
@@ -187,7 +218,8 @@ class ReducingOptimizer(mx.optimizer.Optimizer):
         grads: Sequence[Any] = grad if isinstance(grad, list | tuple) else [grad]
         check_single_context(self._optimizer)
         names = [str(self._optimizer.idx2name.get(each, each)) for each in indices]
-        self._reducer.reduce([ParameterGradients(name, [each]) for name, each in zip(names, grads, strict=True)])
+        given = zip(names, grads, indices, strict=True)
+        self._reducer.reduce([ParameterGradients(name, [each], index) for name, each, index in given])
 
 
 def check_single_context(optimizer: Any) -> None:

@@ -99,9 +99,14 @@ def check_training() -> None:
         assert train(**options) == [0.0, 0.0], options
     optimizer = mx.optimizer.create("sgd", learning_rate=1.0)
     parameter = gluon.Parameter("w", shape=(1,))
-    parameter.initialize()
+    parameter.initialize(mx.init.Zero())
     with pytest.warns(UserWarning, match="DistributedOptimizer"):
-        hvd.DistributedTrainer([parameter], hvd.DistributedOptimizer(optimizer))
+        trainer = hvd.DistributedTrainer([parameter], hvd.DistributedOptimizer(optimizer))
+    with autograd.record():
+        loss = parameter.data() * (hvd.rank() + 1.0)
+    loss.backward()
+    trainer.step(1)
+    assert parameter.data().asscalar() == -1.5, "divided by the number of ranks once"
     optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=1.0))
     weight, gradient = mx.nd.zeros((2,)), mx.nd.full((2,), hvd.rank())
     optimizer.update(0, weight, gradient, optimizer.create_state(0, weight))

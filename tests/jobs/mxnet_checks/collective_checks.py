@@ -113,6 +113,9 @@ def arrays_in_the_layout_of_onednn_arrive_in_order() -> None:
             assert np.array_equal(result.asnumpy(), wanted), (wait, in_place)
     y = mx.nd.Convolution(x, weight, kernel=(3, 3), num_filter=16, no_bias=True)
     assert np.array_equal(rm.allgather(y).asnumpy()[2:] * 2.0, wanted)
+    for wait in (False, True):
+        y = mx.nd.Convolution(x, weight, kernel=(3, 3), num_filter=16, no_bias=True).reshape((-1,))
+        assert np.array_equal(rm.allreduce(y, wait=wait).asnumpy(), wanted.reshape(-1)), "a view"
 
 
 @check

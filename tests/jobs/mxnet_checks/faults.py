@@ -101,7 +101,26 @@ def leave_operations_under_way() -> None:
     write("ended")
 
 
+def shut_down_after_the_last_step() -> None:
+    """shutdown() does not take the results of steps that the engine has not come to yet."""
+    net = gluon.nn.Dense(300, in_units=300, use_bias=False)
+    net.initialize(mx.init.Zero())
+    trainer = rm.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0}, overlap=True)
+    for _ in range(3):
+        with autograd.record():
+            loss = net(slow_zeros() + 1.0).sum()
+        loss.backward()
+        trainer.step(300)
+    named = rm.allreduce(slow_zeros() + 1.0, name="last", wait=False)
+    rank = ronde.rank()
+    ronde.shutdown()
+    found = net.weight.data().asnumpy()
+    assert found.min() == found.max() == -3.0 and float(named.asnumpy().min()) == 2.0
+    (FOLDER / f"rank-{rank}").write_text("all arrived")
+
+
 CASES = {
+    "shutdown": shut_down_after_the_last_step,
     "operation": lose_a_rank_in_an_operation,
     "step": lose_a_rank_in_a_step,
     "timeout": time_out,

@@ -12,7 +12,8 @@ from mxnet import autograd, gluon
 import ronde
 import ronde.mxnet as rm
 from ronde.errors import Mismatch, OutOfSync
-from tests.jobs.mxnet_checks.checks import check, error_of, expect_equal_on_all, runs_in_engine
+from ronde.mxnet.gradients import ThresholdWire
+from tests.jobs.mxnet_checks.checks import check, error_of, expect_equal_on_all, runs_in_engine, slow_zeros
 
 NUM_STEPS = 6
 X = np.random.default_rng(0).standard_normal((NUM_STEPS, 8, 5)).astype("float32")
@@ -116,6 +117,90 @@ def two_bits_of_a_gradient_travel_and_the_rest_is_kept() -> None:
 
 
 @check
+def what_two_bits_lose_is_kept_for_the_parameter_that_has_lost_it() -> None:
+    options = {"learning_rate": 1.0, "rescale_grad": 1.0}
+    optimizer = rm.DistributedOptimizer(mx.optimizer.create("sgd", **options), compression={"type": "2bit"})
+    weights = [mx.nd.zeros((2,)), mx.nd.zeros((2,)), mx.nd.zeros((3,))]
+    for _ in range(2):
+        for index, (weight, value) in enumerate(zip(weights, (0.3, 0.0, 0.3), strict=True)):
+            optimizer.update(index, weight, mx.nd.full(weight.shape, value), None)
+    assert [each.asnumpy().tolist() for each in weights] == [[-0.5] * 2, [0.0] * 2, [-0.5] * 3]
+
+    parameters = [gluon.Parameter(f"w{index}", shape=(3 - index,)) for index in range(2)]
+    for each in parameters:
+        each.initialize(mx.init.Zero())
+    trainer = rm.DistributedTrainer(parameters, "sgd", {"learning_rate": 1.0}, compression={"type": "2bit"})
+    for _ in range(2):
+        with autograd.record():
+            loss = sum((each.data() * 0.3).sum() for each in parameters)
+        loss.backward()
+        trainer.step(1)
+        parameters[0].grad_req = "null"
+    assert parameters[1].data().asnumpy().tolist() == [-0.5] * 2
+
+
+@check
+def a_reduction_that_was_interrupted_loses_nothing() -> None:
+    codec = ThresholdWire(0.5)
+    for _ in range(3):
+        assert codec.encode("w", mx.nd.full((2,), 0.3), 2).asnumpy().tolist() == [0, 0]
+        codec.undo("w")
+    codec.encode("w", mx.nd.full((2,), 0.3), 2)
+    assert codec.encode("w", mx.nd.full((2,), 0.3), 2).asnumpy().tolist() == [1, 1]
+
+
+@check
+def signs_of_many_ranks_do_not_overflow() -> None:
+    codec = ThresholdWire(0.5)
+    for size in (2, 127, 128, 1000):
+        wire = codec.encode(size, mx.nd.ones((2,)), size)
+        total = np.multiply(wire.asnumpy(), size, dtype=wire.dtype)
+        result = mx.nd.zeros((2,))
+        codec.decode(size, mx.nd.array(total, dtype=wire.dtype), result, size)
+        assert result.asnumpy().tolist() == [0.5 * size] * 2
+
+
+@check
+def parameters_that_only_some_ranks_use_stay_equal() -> None:
+    for separately in (False, True):
+        parameters = [gluon.Parameter(name, shape=(2,)) for name in ("all", "one", "none")]
+        for each in parameters:
+            each.initialize(mx.init.One())
+        trainer = rm.DistributedTrainer(parameters, "sgd", {"learning_rate": 1.0})
+
+        def step(used: list[Any], trainer: Any = trainer, separately: bool = separately) -> None:
+            with autograd.record():
+                loss = sum(each.data().sum() for each in used)
+            loss.backward()
+            if separately:
+                trainer.allreduce_grads()
+                trainer.update(1, ignore_stale_grad=True)
+            else:
+                trainer.step(1, ignore_stale_grad=True)
+
+        step(parameters)
+        assert [each.data().asnumpy().tolist() for each in parameters] == [[0.0] * 2] * 3
+        step(parameters[: 2 - ronde.rank()])
+        one = -1.0 if separately else -0.5  # of what was reduced before, the stale gradient is a part
+        wanted = [[-1.0] * 2, [one] * 2, [0.0] * 2]
+        assert [each.data().asnumpy().tolist() for each in parameters] == wanted
+
+
+@check
+def contexts_of_a_rank_outside_of_the_group_are_summed_too() -> None:
+    alone = ronde.add_group([0])
+    parameter = gluon.Parameter("w", shape=(1,))
+    parameter.initialize(mx.init.Zero(), ctx=[mx.cpu(0), mx.cpu(1)])
+    trainer = rm.DistributedTrainer([parameter], "sgd", {"learning_rate": 1.0}, group=alone)
+    with autograd.record():
+        losses = [each.sum() * factor for each, factor in zip(parameter.list_data(), (1.0, 2.0), strict=True)]
+    autograd.backward(losses)
+    trainer.step(1)
+    assert [each.asscalar() for each in parameter.list_data()] == [-3.0, -3.0]
+    ronde.remove_group(alone)
+
+
+@check
 def parameters_without_a_shape_are_broadcast_in_the_first_pass() -> None:
     for named in (False, True):
         net = make_net(ronde.rank(), in_units=0)
@@ -130,6 +215,16 @@ def parameters_without_a_shape_are_broadcast_in_the_first_pass() -> None:
         loss.backward()
         trainer.step(1)
         expect_equal_on_all(np.concatenate([each.reshape(-1) for each in parameters_of(net)]), "after a step")
+
+
+@check
+def parameters_without_a_shape_may_be_broadcast_twice() -> None:
+    net = make_net(ronde.rank(), in_units=0)
+    trainer = rm.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    rm.broadcast_parameters(net)
+    trainer.broadcast_parameters()
+    net(mx.nd.array(X[0]))
+    expect_equal_on_all(np.concatenate([each.reshape(-1) for each in parameters_of(net)]), "the first values")
 
 
 @check
@@ -234,6 +329,28 @@ def a_module_on_several_contexts_whose_gradients_nobody_sums_is_refused() -> Non
     optimizer = rm.DistributedOptimizer(mx.optimizer.create("sgd", param_idx2name={0: "w", 1: "w"}))
     with pytest.raises(ValueError, match="'w' on several contexts"):
         optimizer.update(0, mx.nd.ones((2,)), mx.nd.ones((2,)), None)
+
+
+@check
+def a_rank_may_join_while_its_last_operations_are_in_the_engine() -> None:
+    for join in (rm.join, ronde.join):
+        pair = ronde.add_group([0, 1])
+        parameter = gluon.Parameter("w", shape=(300, 300))
+        parameter.initialize(mx.init.Zero())
+        trainer = rm.DistributedTrainer([parameter], "sgd", {"learning_rate": 1.0}, group=pair, overlap=True)
+
+        def step(parameter: Any = parameter, trainer: Any = trainer, pair: Any = pair) -> Any:
+            with autograd.record():
+                loss = (parameter.data() * (slow_zeros() + 1.0)).sum()
+            loss.backward()
+            trainer.step(1)
+            return rm.allreduce(slow_zeros() + 1.0, group=pair, wait=False)
+
+        results = [step() for _ in range(3 - ronde.rank())]  # rank 0 has one more
+        assert join(group=pair) == 0
+        assert [float(each.asnumpy().max()) for each in results] == [2.0, 2.0, 1.0][: len(results)]
+        assert float(parameter.data().asnumpy().min()) == [-2.5, -2.0][ronde.rank()]
+        ronde.remove_group(pair)
 
 
 @check

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
@@ -22,22 +22,30 @@ _STREAMS: tuple[StdStream, ...] = ("out", "err")
 _MAX_OPEN_FILES = 128
 """Files beyond this number are opened again when they are needed: the driver needs its descriptors for ranks."""
 _MAX_PATHS_SHOWN = 8
-_FILE_NAME = re.compile(r"rank-\d+\.(out|err)")
+_FILE_NAME = re.compile(r"(rank-\d+|scheduler|server-\d+)\.(out|err)")
 
 
 class RankOutputFiles:
     """Creates empty files `rank-0.out`, `rank-0.err` … in a directory, or `rank.0/stdout` … in the layout of Horovod.
-    When a file cannot be written, print_message is called: once for each kind of error.
+    `names` are those of processes that are no ranks, by number: `scheduler.out`. When a file cannot be written,
+    print_message is called: once for each kind of error.
 
     Files of an earlier run with more ranks are removed, so that the directory shows one run and not parts of two.
     (Horovod leaves its own, so those are left.)"""
 
     def __init__(
-        self, directory: str, *, num_ranks: int, print_message: Callable[[str], None], horovod_layout: bool = False
+        self,
+        directory: str,
+        *,
+        num_ranks: int,
+        print_message: Callable[[str], None],
+        horovod_layout: bool = False,
+        names: Mapping[int, str] | None = None,
     ) -> None:
         self._directory = Path(directory)
         self._horovod_layout = horovod_layout
         self._digits = len(str(num_ranks - 1))
+        self._names = {number: name.removeprefix("the ").replace(" ", "-") for number, name in (names or {}).items()}
         self._print_message = print_message
         self._reported_errnos: set[int | None] = set()
         self._open_files: OrderedDict[RankStream, FileIO] = OrderedDict()
@@ -64,6 +72,8 @@ class RankOutputFiles:
 
     def path(self, rank: int, stream: StdStream) -> Path:
         """Return the file of a stream. Names sort by rank."""
+        if rank in self._names:
+            return self._directory / f"{self._names[rank]}.{stream}"
         number = f"{rank:0{self._digits}}"
         name = f"rank.{number}/std{stream}" if self._horovod_layout else f"rank-{number}.{stream}"
         return self._directory / name

@@ -121,7 +121,7 @@ class LineFolder:
         self._running_ranks |= 1 << rank
 
     def add(self, rank: int, stream: StdStream, text: StreamText, now_s: float) -> None:
-        if not self._enabled or len(self._queues) == 1:
+        if not self._enabled or len(self._queues) == 1 or rank in self._exited_ranks:
             self._ready.append(FoldedLines((rank,), stream, text, now_s))
             return
         self._waiting_bytes += len(text.data)
@@ -138,7 +138,8 @@ class LineFolder:
             self._update_head(rank)
 
     def rank_exited(self, rank: int) -> None:
-        """Called when nothing more comes from the rank. Lines of others do not wait for it any longer."""
+        """Called when nothing more comes from the rank, or nothing that is folded. Lines of others do not wait for it
+        any longer."""
         self._exited_ranks.add(rank)
         if not self._queues[rank]:
             self._remove_rank(rank)

@@ -122,6 +122,7 @@ class Printer:
                 num_ranks=num_ranks,
                 print_message=self.print_message,
                 horovod_layout=options.horovod_format,
+                names=options.names,
             )
         if options.debug_rank is not None:
             self._line_folder.rank_exited(options.debug_rank)  # its lines are not folded

@@ -188,6 +188,24 @@ def test_the_rank_with_the_terminal_gets_it_raw_and_its_prompt_appears_again() -
     assert printer.out.getvalue() == b"> train.py(3)\r\n(Pdb) \x1b[0m\r\n[0] hello\r\n(Pdb) n\r\n"
 
 
+# --- processes that are no ranks -------------------------------------------------------------------------------------
+
+
+def test_processes_that_are_no_ranks_have_names_in_output_and_files(tmp_path: Path) -> None:
+    (tmp_path / "server-3.out").write_text("of an earlier run")
+    names = {2: "the scheduler", 3: "server 0"}
+    printer = MemoryPrinter(2, replace(FOLDED, names=names, output_dir=str(tmp_path)))
+    for number in names:
+        printer.sink.rank_started(number)
+    for number in range(4):
+        printer.write(number, b"ready\n")
+    printer.wait(1.0)
+    assert sorted(printer.printed().splitlines()) == ["[0-1] ready", "[scheduler] ready", "[server 0] ready"]
+    printer.sink.close()
+    outputs = sorted(path.name for path in tmp_path.glob("*.out"))
+    assert outputs == ["rank-0.out", "rank-1.out", "scheduler.out", "server-0.out"]
+
+
 # --- files, and what goes wrong ------------------------------------------------------------------------------------
 
 

@@ -53,16 +53,19 @@ class CompressorWire:
         kind = compressor if isinstance(compressor, type) else type(compressor)
         self.name = f"{kind.__module__}.{kind.__qualname__}"
         self._compressor = compressor
-        self._contexts: dict[int, Any] = {}
+        self._contexts: dict[object, Any] = {}
 
-    def encode(self, index: int, gradient: Any) -> Any:
-        wire, self._contexts[index] = self._compressor.compress(gradient)
+    def encode(self, key: object, gradient: Any, size: int) -> Any:
+        wire, self._contexts[key] = self._compressor.compress(gradient)
         return wire
 
-    def decode(self, index: int, wire: Any, gradient: Any, size: int) -> None:
-        found = self._compressor.decompress(wire, self._contexts[index])
+    def decode(self, key: object, wire: Any, gradient: Any, size: int) -> None:
+        found = self._compressor.decompress(wire, self._contexts[key])
         if found is not gradient:
             found.copyto(gradient)
+
+    def undo(self, key: object) -> None:
+        return
 
     def choose_op(self, op: Op) -> Op:
         return op

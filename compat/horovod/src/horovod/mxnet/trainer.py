@@ -45,6 +45,7 @@ class DistributedOptimizer(ReducingOptimizer):
         num_groups: int = 0,
         process_set: ProcessSet = global_process_set,
     ) -> None:
+        self.__dict__["_given_rescale"] = optimizer.rescale_grad  # other attributes are those of the optimizer
         optimizer.rescale_grad *= gradient_predivide_factor / running_group(process_set).size
         super().__init__(optimizer, _make_reducer(None, gradient_predivide_factor, [], 0, "", process_set))
 
@@ -65,7 +66,9 @@ class DistributedTrainer(ronde.mxnet.DistributedTrainer):
     ) -> None:
         assert prefix is None or isinstance(prefix, str)
         if isinstance(optimizer, ReducingOptimizer):
+            rescale = optimizer.__dict__.get("_given_rescale", optimizer.rescale_grad)
             optimizer = optimizer._optimizer
+            optimizer.rescale_grad = rescale  # the trainer divides by the number of ranks, once
             warnings.warn("DistributedTrainer takes the optimizer that DistributedOptimizer was given", stacklevel=2)
         given = list(params.values()) if hasattr(params, "values") else list(params)
         names = [param.name for param in given if param.grad_req != "null"] if num_groups > 0 else []
