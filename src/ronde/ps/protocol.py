@@ -1,0 +1,180 @@
+"""The messages between workers and servers. Each is the header of a mailbox message; arrays are its payload.
+
+Every message carries the epoch of its sender's configuration. Decoding is strict: what no ronde of this version sends
+raises ProtocolError.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import NamedTuple
+
+import msgspec
+
+from ronde.errors import ProtocolError
+from ronde.ps.commit_log import Entry, LogRecord
+from ronde.ps.leases import Lease
+from ronde.ps.partition import Array, Configuration
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """A message of the parameter server."""
+
+    epoch: int
+
+
+# --- from workers to servers -----------------------------------------------------------------------------------------
+
+
+class StagePart(Message, frozen=True):
+    """The gradients of a part, for its primary, which passes them on to the backup. They count when they are committed."""
+
+    worker: int
+    step: int
+    part: int
+
+
+class Submit(Message, frozen=True):
+    """An entry for the log, for the sequencer. A worker submits again what was not answered when the epoch changes."""
+
+    entry: Entry
+
+
+class SuspectServer(Message, frozen=True):
+    """A worker has waited for a server for too long, and got no answer to a Ping."""
+
+    server: int
+
+
+class Ping(Message, frozen=True):
+    """Is the server there?"""
+
+
+# --- from servers to workers -----------------------------------------------------------------------------------------
+
+
+class PartStaged(Message, frozen=True):
+    """All replicas of the part hold these gradients. From the last of them."""
+
+    step: int
+    part: int
+
+
+class PartValues(Message, frozen=True):
+    """The values of a part, from its primary: all parts with one number of a read are of one version."""
+
+    read: int
+    part: int
+    version: int
+
+
+class Committed(Message, frozen=True):
+    """The request of the worker is in the log, and in that of the sequencer's backup."""
+
+    request: int
+    version: int
+    staleness: int
+
+
+class LeaseGranted(Message, frozen=True):
+    """Samples for the worker."""
+
+    request: int
+    lease: Lease
+
+
+class Rejected(Message, frozen=True):
+    """The request of the worker cannot be done."""
+
+    request: int
+    reason: str
+
+
+class Pong(Message, frozen=True):
+    """The server is there."""
+
+
+class Finished(Message, frozen=True):
+    """All workers have left or are lost."""
+
+
+class ServersFailed(Message, frozen=True):
+    """All replicas of some parts are gone; nothing can go on."""
+
+    reason: str
+
+
+# --- between servers -------------------------------------------------------------------------------------------------
+
+
+class ReplicatePart(Message, frozen=True):
+    """As StagePart, from the primary to the backup."""
+
+    worker: int
+    step: int
+    part: int
+
+
+class Append(Message, frozen=True):
+    """Records of the log, from the sequencer."""
+
+    records: tuple[LogRecord, ...]
+    stable: int
+    """All servers have the log up to this position, so nobody has to keep it."""
+
+
+class Appended(Message, frozen=True):
+    """The server has the log up to this position."""
+
+    position: int
+
+
+class NewConfiguration(Message, frozen=True):
+    """The configuration of a new epoch, from its sequencer, to all members."""
+
+    configuration: Configuration
+
+
+class LogTail(Message, frozen=True):
+    """Answer of a server to NewConfiguration: what it has of the log that others may lack."""
+
+    position: int
+    records: tuple[LogRecord, ...]
+
+
+class RequestCopy(Message, frozen=True):
+    """A new backup asks the primary for its part, as of this position of the log or later."""
+
+    part: int
+    position: int
+
+
+class PartCopy(Message, frozen=True):
+    """A part in one array: the values, then the states of the optimizer. Gradients that are staged went ahead."""
+
+    part: int
+    position: int
+    applied: dict[int, int]
+    """By worker, the last step of it that is in the values."""
+
+
+class OutgoingMessage(NamedTuple):
+    """A message for a member."""
+
+    to: int
+    message: Message
+    payload: Array | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(functools.reduce(operator.or_, Message.__subclasses__()))
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode(header: bytes) -> Message:
+    """The message of a header."""
+    try:
+        message: Message = _decoder.decode(header)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a message of the parameter server that no ronde of this version sends: {error}") from error
+    return message
