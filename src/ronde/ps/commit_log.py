@@ -133,15 +133,17 @@ class LogState:
         self.version = 0
         self.last_requests = dict.fromkeys(self.clocks.clocks, 0)
         """By worker, also of those that are gone."""
-        self.last_steps: dict[int, int] = {}
-        """Of the workers that are gone, the last step that is committed."""
+        self.steps = dict.fromkeys(self.clocks.clocks, 0)
+        """By worker, also of those that are gone, the last step that is committed."""
         self.staleness = dict.fromkeys(self.clocks.clocks, 0)
         """By worker, of its last push."""
         self.last_replies: dict[tuple[int, type[LogEntry]], Reply] = {}
         """By worker and kind of entry, so that one can be sent again."""
         self._versions_read = dict.fromkeys(self.clocks.clocks, 0)
-        self._contributions: dict[int, dict[int, float]] = {}
-        """SYNC: by step, the workers that have pushed it and are not in an update yet, with the norm."""
+        self._contributions: dict[int, dict[int, tuple[int, float]]] = {}
+        """SYNC: by clock and worker, pushes that are not in an update yet, with their step and norm."""
+        self._ended_epoch = -1
+        """The last epoch of samples that is over."""
         self._reads: dict[int, int] = {}
         """By worker, the read that waits, in the order in which they came."""
         self._lease_requests: dict[int, TakeLease] = {}
@@ -175,6 +177,7 @@ class LogState:
             effects += self._take_lease(entry)
         else:
             effects += self._remove(entry)
+        effects += self._end_epoch()
         leases = self._answer_leases()
         kind = type(entry)
         for effect in effects:
@@ -189,15 +192,17 @@ class LogState:
 
     def _push(self, entry: CommitPush, now_s: float) -> list[Effect]:
         worker = entry.worker
-        if entry.step != self.clocks.clocks[worker] + 1:
-            reason = f"step {entry.step} was pushed behind step {self.clocks.clocks[worker]}"
+        if entry.step != self.steps[worker] + 1:
+            reason = f"step {entry.step} was pushed behind step {self.steps[worker]}"
             return [ReplyRejected(worker, entry.request, reason)]
+        self.steps[worker] = entry.step
         staleness = self.staleness[worker] = self.version - self._versions_read[worker]
         self.clocks.push(worker, now_s)
         self.leases.acknowledge(worker, entry.leases)
         effects: list[Effect] = []
         if self.clocks.mode is Mode.SYNC:
-            self._contributions.setdefault(entry.step, {})[worker] = entry.norm
+            clock = self.clocks.clocks[worker]
+            self._contributions.setdefault(clock, {})[worker] = (entry.step, entry.norm)
             effects += self._complete_steps()
         else:
             self.version += 1
@@ -208,16 +213,25 @@ class LogState:
         return effects
 
     def _complete_steps(self) -> list[Effect]:
-        """SYNC: the updates of all steps that every worker has pushed."""
+        """SYNC: the updates of all clocks that every worker has come to."""
         effects: list[Effect] = []
-        for step in sorted(self._contributions):
-            if not self.is_finished and self.clocks.slowest < step:
+        for clock in sorted(self._contributions):
+            if not self.is_finished and self.clocks.slowest < clock:
                 break
-            norms = self._contributions.pop(step)
+            pushes = self._contributions.pop(clock)
             self.version += 1
-            norm = next(iter(norms.values())) if len(norms) == 1 else 0.0
-            effects.append(Update(self.version, tuple((worker, step) for worker in sorted(norms)), norm))
+            norm = next(iter(pushes.values()))[1] if len(pushes) == 1 else 0.0
+            effects.append(Update(self.version, tuple((worker, pushes[worker][0]) for worker in sorted(pushes)), norm))
         return effects
+
+    def _end_epoch(self) -> list[Effect]:
+        """When all samples of an epoch are used, all workers have come equally far: nobody waits for one that got fewer
+        batches than others."""
+        if not self.leases.is_over or self.leases.epoch == self._ended_epoch:
+            return []
+        self._ended_epoch = self.leases.epoch
+        self.clocks.align()
+        return self._complete_steps()
 
     def _begin_read(self, worker: int, read: int, now_s: float) -> None:
         self._reads.pop(worker, None)
@@ -255,8 +269,7 @@ class LogState:
 
     def _remove(self, entry: RemoveWorker) -> list[Effect]:
         worker = entry.worker
-        self.last_steps[worker] = self.clocks.clocks[worker]
-        effects: list[Effect] = [DropStaged(worker, self.last_steps[worker])]
+        effects: list[Effect] = [DropStaged(worker, self.steps[worker])]
         self.clocks.remove(worker)
         self.leases.release(worker)
         self._reads.pop(worker, None)

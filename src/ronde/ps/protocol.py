@@ -159,6 +159,10 @@ class PartCopy(Message, frozen=True):
     """By worker, the last step of it that is in the values."""
 
 
+FOR_WORKERS = (PartStaged, PartValues, Committed, LeaseGranted, Rejected, Pong, Finished, ServersFailed)
+"""What workers get. All other messages are for servers, and NewConfiguration is for both."""
+
+
 class OutgoingMessage(NamedTuple):
     """A message for a member."""
 

@@ -61,6 +61,11 @@ class LogReplica:
         """Whether this server is about to be the sequencer, and does not know all of the log yet."""
         return bool(self._collecting)
 
+    @property
+    def is_everywhere(self) -> bool:
+        """Of the sequencer: whether all servers have all of the log."""
+        return not self._collecting and self._stable == self.received
+
     # --- the sequencer ---------------------------------------------------------------------------------------------
 
     def submit(self, entry: Entry, now_s: float) -> list[OutgoingMessage]:

@@ -214,7 +214,7 @@ class ServerCore:
 
     def member_lost(self, rank: int, now_s: float) -> list[Action]:
         """A worker, a server, or a rank that is both, is gone. Called after its last message."""
-        if self.is_evicted or self.failure:
+        if self.is_evicted or self.failure or (self.state.is_finished and self._finished_epoch):
             return []
         actions: list[Action] = []
         if rank in self._setup.workers:
@@ -286,7 +286,8 @@ class ServerCore:
         """Keep gradients, and pass them on; the last replica tells the worker."""
         index, worker, step = message.part, message.worker, message.step
         replica = self.replicas.get(index)
-        if replica is None or step > self.state.last_steps.get(worker, step):  # dropped when the worker was removed
+        is_gone = worker not in self.state.clocks.clocks
+        if replica is None or (is_gone and step > self.state.steps[worker]):  # dropped when the worker was removed
             return []
         replica.stage(worker, step, gradient)
         epoch, backup = self.configuration.epoch, self.configuration.backups[index]
@@ -329,8 +330,9 @@ class ServerCore:
     def _finish(self) -> list[Action]:
         """Tell all members that all workers have left, once in each epoch: who told them before may be lost."""
         epoch = self.configuration.epoch
-        is_sequencer = self.log.is_sequencer and not self.log.is_collecting
-        if not self.state.is_finished or not is_sequencer or self._finished_epoch == epoch:
+        if not self.log.is_sequencer or not self.state.is_finished or self._finished_epoch == epoch:
+            return []
+        if not self.log.is_everywhere:  # a server must not end before all know, or the others miss it
             return []
         self._finished_epoch = epoch
         return [OutgoingMessage(rank, Finished(epoch)) for rank in self._members]

@@ -56,7 +56,7 @@ class Clocks:
         self.mode = settings.mode
         self._max_bound = settings.staleness
         self.clocks = dict.fromkeys(workers, 0)
-        """By worker, how many of its pushes are committed."""
+        """By worker, how many of its pushes are committed; more, if others had more samples in an epoch."""
         self._last_push_s: dict[int, float] = {}
         self._step_times_s: dict[int, float] = {}
         """By worker, the mean time between two pushes, as far as it did not wait for others in between."""
@@ -109,6 +109,11 @@ class Clocks:
         waited_s = max(0.0, now_s - self._waiting_since_s.pop(worker, now_s))
         if worker in self._last_push_s:
             self._last_push_s[worker] += waited_s
+
+    def align(self) -> None:
+        """All workers have come as far as the first of them."""
+        first = max(self.clocks.values(), default=0)
+        self.clocks = dict.fromkeys(self.clocks, first)
 
     def remove(self, worker: int) -> None:
         """The worker has left or is lost. Nobody waits for it any more. Idempotent."""

@@ -14,27 +14,17 @@ import numpy as np
 
 from ronde.ps.partition import Array, Configuration, Part, TensorSlice, make_configuration
 from ronde.ps.protocol import (
-    Committed,
-    LeaseGranted,
+    FOR_WORKERS,
     NewConfiguration,
     OutgoingMessage,
     PartCopy,
-    PartStaged,
-    PartValues,
-    Pong,
-    Rejected,
-    ServersFailed,
     SuspectServer,
     decode,
     encode,
 )
-from ronde.ps.protocol import Finished as FinishedMessage
 from ronde.ps.server import Propose, ServerCore, ServerSetup
 from ronde.ps.staleness import Mode, StalenessSettings
 from ronde.ps.worker import WorkerCore
-
-FOR_WORKERS = (PartStaged, PartValues, Committed, LeaseGranted, Rejected, Pong, FinishedMessage, ServersFailed)
-
 
 class CountingOptimizer:
     """Adds gradients to the values, so the values count what was applied."""

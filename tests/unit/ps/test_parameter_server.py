@@ -1,0 +1,140 @@
+"""Parameter servers with real mailboxes, in ranks that are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ronde.comm.world import World
+from ronde.errors import Mismatch
+from ronde.ps import SGD, Adam, Optimizer, ParameterServer
+from tests.conformance.ranks import run_threads
+
+SHAPES = {"weight": (300, 400), "bias": (7,), "scalar": ()}
+
+
+def make_parameters(value: float, dtype: str = "float32") -> dict[str, Any]:
+    return {name: np.full(shape, value, dtype) for name, shape in SHAPES.items()}
+
+
+def gradients_of(server: ParameterServer, rank: int) -> dict[str, Any]:
+    """Of the loss |w - rank - 1|² / 2."""
+    return {name: array - np.asarray(rank + 1, array.dtype) for name, array in server.parameters.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_in_sync_mode_all_ranks_come_to_what_allreduce_comes_to(size: int) -> None:
+    def body(world: World) -> None:
+        expected = make_parameters(5.0, "float64")
+        with ParameterServer(
+            make_parameters(5.0 + world.rank, "float64"), SGD(lr=0.25, momentum=0.5), group=world.group
+        ) as server:
+            buffers: dict[str, Any] = {}
+            for step in range(1, 6):
+                own = {name: array - (world.rank + 1) for name, array in expected.items()}
+                for name, array in own.items():
+                    mean = world.group.allreduce(array, op="mean")
+                    buffers[name] = mean if step == 1 else 0.5 * buffers[name] + mean
+                    expected[name] = expected[name] - 0.25 * buffers[name]
+                assert server.step(gradients_of(server, world.rank)) == step
+                for name, array in server.parameters.items():
+                    assert np.allclose(array, expected[name], rtol=0, atol=1e-12)
+                    if size == 2:
+                        assert (array == expected[name]).all()
+            assert server.staleness == 0
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("mode", ["sync", "bounded", "dynamic", "async"])
+def test_every_sample_is_used_once_in_every_mode(mode: str) -> None:
+    num_samples = 50
+
+    def body(world: World) -> None:
+        count = np.zeros(num_samples)
+        with ParameterServer([count], SGD(lr=1.0), mode=mode, staleness=2, group=world.group) as server:
+            for epoch in range(2):
+                for indices in server.samples(num_samples, 4, epoch=epoch):
+                    gradient = np.zeros(num_samples)
+                    gradient[indices] = -1
+                    server.step([gradient])
+            server.pull()
+            if mode != "sync":  # where a gradient is divided by the number of those that came together
+                last = server.parameters["0"]
+                assert last.max() <= 2
+            world.group.barrier()
+            server.pull()
+            if mode != "sync":
+                assert (server.parameters["0"] == 2).all()
+
+    run_threads(3, body)
+
+
+def test_ranks_may_be_servers_or_workers_only() -> None:
+    def body(world: World) -> None:
+        array = np.zeros(100_000)
+        server = ParameterServer(
+            [array], Adam(), mode="async", servers=[2, 3], workers=[0, 1], group=world.group, clip_norm=1.0
+        )
+        assert (server.is_worker, server.is_server) == (world.rank < 2, world.rank >= 2)
+        if server.is_worker:
+            for _ in range(3):
+                server.step([np.ones_like(array)])
+            server.push([np.ones_like(array)])
+        else:
+            with pytest.raises(ValueError, match="is a server and no worker"):
+                server.pull()
+            server.serve()
+        server.close()
+        assert server.servers == (2, 3)
+
+    run_threads(4, body)
+
+
+class SignDescent(Optimizer):
+    """An optimizer of a user."""
+
+    num_states = 1
+    needs_whole_tensors = True
+
+    def compute(self, values: Any, gradient: Any, states: Any, step: int) -> Any:
+        assert values.size in (120_000, 7, 1)
+        states[0] += 1
+        assert (states[0] == step).all()
+        return values - 0.5**step * np.sign(gradient)
+
+
+def test_an_optimizer_may_be_written_in_python_and_only_that_of_the_first_rank_counts() -> None:
+    def body(world: World) -> None:
+        optimizer = SignDescent() if world.rank == 0 else SGD(lr=7.0)
+        with ParameterServer(make_parameters(2.0), optimizer, group=world.group) as server:
+            for _ in range(3):
+                server.step({name: np.ones_like(array) for name, array in server.parameters.items()})
+            assert all((array == 2.0 - 0.875).all() for array in server.parameters.values())
+
+    run_threads(2, body)
+
+
+def test_mistakes_are_named() -> None:
+    def body(world: World) -> None:
+        group = world.group
+        with pytest.raises(TypeError, match="parameter 0 must be an array of float32 or float64, got int64"):
+            ParameterServer([np.zeros(3, np.int64)], SGD(lr=1.0), group=group)
+        with pytest.raises(ValueError, match="mode must be one of sync, bounded, dynamic, async, got 'fast'"):
+            ParameterServer([np.zeros(3)], SGD(lr=1.0), mode="fast", group=group)
+        with pytest.raises(ValueError, match="servers must be different ranks of .* got \\[0, 7\\]"):
+            ParameterServer([np.zeros(3)], SGD(lr=1.0), servers=[0, 7], group=group)
+        with pytest.raises(Mismatch, match="ranks disagree on a parameter server: rank 0 gave .*float64\\[2\\]"):
+            ParameterServer([np.zeros(2 + world.rank)], SGD(lr=1.0), group=group)
+        with ParameterServer({"w": np.zeros(3)}, SGD(lr=1.0), group=group) as server:
+            with pytest.raises(ValueError, match="these differ: v, w"):
+                server.step({"v": np.zeros(3)})
+            with pytest.raises(ValueError, match="the gradient of w must have the shape"):
+                server.step([np.zeros(4)])
+            server.step([np.ones(3)])
+        with pytest.raises(ValueError, match="is closed"):
+            server.pull()
+
+    run_threads(2, body)
