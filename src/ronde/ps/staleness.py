@@ -39,6 +39,10 @@ SMOOTHING = 0.2
 """The weight of the newest step in a worker's mean step time."""
 
 
+RATIO_TOLERANCE = 0.1
+"""Speeds are measured, so a worker that is 3.1 times as fast counts as 3 times as fast."""
+
+
 class StalenessSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Mode and bound, equal on all members."""
 
@@ -84,7 +88,8 @@ class Clocks:
         times_s = [self._step_times_s.get(worker, 0.0) for worker in self.clocks]
         if not times_s or min(times_s) <= 0.0:
             return 0
-        return min(self._max_bound, math.ceil(max(times_s) / min(times_s)) - 1)
+        ratio = max(times_s) / min(times_s) - RATIO_TOLERANCE
+        return min(self._max_bound, max(0, math.ceil(ratio) - 1))
 
     def may_begin(self, worker: int) -> bool:
         """Whether the worker may read for its next step now."""
