@@ -218,7 +218,7 @@ class Mailbox:
     def __repr__(self) -> str:
         return f"<Mailbox {self._channel.backend_channel.spec.id}>"
 
-    # --- for the group, for messages, and for parameter servers ---------------------------------------------------------
+    # --- for the group, for messages, and for parameter servers ------------------------------------------------------
 
     @property
     def name(self) -> str:

@@ -1,8 +1,8 @@
 """The commit log: everything that changes parameters, clocks or leases, in one order, and what follows from it.
 
-The sequencer numbers entries, and every server applies them in that order to its own LogState. The same entries give the
-same effects on all servers, so nothing but the order has to be agreed on: which pushes are an update, when a read may be
-answered, who gets which samples. A worker's death is an entry as well. Without I/O; time comes with the records.
+The sequencer numbers entries, and every server applies them in that order to its own LogState. The same entries give
+the same effects on all servers, so nothing but the order has to be agreed on: which pushes are an update, when a read
+may be answered, who gets which samples. A worker's death is an entry as well. Without I/O; time comes with the records.
 """
 
 from __future__ import annotations
@@ -55,7 +55,15 @@ class RemoveWorker(LogEntry, frozen=True):
     """The worker has left, or is lost. Its committed pushes count; what else it has staged is dropped."""
 
 
-Entry: TypeAlias = CommitPush | BeginRead | TakeLease | RemoveWorker
+class RecordNorm(LogEntry, frozen=True):
+    """The global norm of the mean gradient of a clock, which all servers together have measured. Of no worker."""
+
+    clock: int
+    norm: float
+
+
+Entry: TypeAlias = CommitPush | BeginRead | TakeLease | RemoveWorker | RecordNorm
+NO_WORKER = -1
 
 
 class LogRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -75,7 +83,14 @@ class Update(NamedTuple):
     contributions: tuple[tuple[int, int], ...]
     """Worker and step of each."""
     norm: float
-    """The global norm, if gradients are clipped and it is known."""
+    """The global norm, if gradients are clipped."""
+
+
+class MeasureNorm(NamedTuple):
+    """The servers measure the norm of the mean of these gradients, of which an update is made when it is known."""
+
+    clock: int
+    contributions: tuple[tuple[int, int], ...]
 
 
 class DropStaged(NamedTuple):
@@ -120,13 +135,21 @@ class ReplyRejected(NamedTuple):
 
 
 Reply: TypeAlias = ReplyCommitted | ReplyLease | ReplyRejected
-Effect: TypeAlias = Update | DropStaged | SendParts | Reply
+Effect: TypeAlias = Update | MeasureNorm | DropStaged | SendParts | Reply
+
+
+STATE_CHANGES = (Update, MeasureNorm, DropStaged)
+"""The effects on parts. They come before what is read at the same position."""
 
 
 class LogState:
     """What the log says so far. apply() is the only thing that changes it."""
 
-    def __init__(self, settings: StalenessSettings, workers: Iterable[int]) -> None:
+    def __init__(self, settings: StalenessSettings, workers: Iterable[int], *, clips: bool = False) -> None:
+        """`clips` says that gradients are clipped, so that the norm of a mean has to be known before its update."""
+        self._clips = clips
+        self.measuring: dict[int, MeasureNorm] = {}
+        """SYNC: by clock, the means whose norm is being measured. Reads wait for them."""
         self.clocks = Clocks(settings, workers)
         self.leases = LeaseTable()
         self.position = 0
@@ -140,8 +163,8 @@ class LogState:
         self.last_replies: dict[tuple[int, type[LogEntry]], Reply] = {}
         """By worker and kind of entry, so that one can be sent again."""
         self._versions_read = dict.fromkeys(self.clocks.clocks, 0)
-        self._contributions: dict[int, dict[int, tuple[int, float]]] = {}
-        """SYNC: by clock and worker, pushes that are not in an update yet, with their step and norm."""
+        self._contributions: dict[int, dict[int, int]] = {}
+        """SYNC: by clock and worker, the steps of pushes that are not in an update yet."""
         self._ended_epoch = -1
         """The last epoch of samples that is over."""
         self._reads: dict[int, int] = {}
@@ -156,6 +179,8 @@ class LogState:
 
     def is_known(self, entry: Entry) -> bool:
         """Whether the entry, or a later one of the worker, is in the log already."""
+        if isinstance(entry, RecordNorm):
+            return entry.clock not in self.measuring
         if isinstance(entry, RemoveWorker):
             return entry.worker not in self.clocks.clocks
         return entry.worker not in self.clocks.clocks or entry.request <= self.last_requests[entry.worker]
@@ -168,6 +193,10 @@ class LogState:
         if self.is_known(entry):
             return []
         effects: list[Effect] = []
+        if isinstance(entry, RecordNorm):
+            self.version += 1
+            effects.append(Update(self.version, self.measuring.pop(entry.clock).contributions, entry.norm))
+            return self._answer_reads(effects, record.time_s)
         self.last_requests[entry.worker] = max(entry.request, self.last_requests[entry.worker])
         if isinstance(entry, CommitPush):
             effects += self._push(entry, record.time_s)
@@ -202,7 +231,7 @@ class LogState:
         effects: list[Effect] = []
         if self.clocks.mode is Mode.SYNC:
             clock = self.clocks.clocks[worker]
-            self._contributions.setdefault(clock, {})[worker] = (entry.step, entry.norm)
+            self._contributions.setdefault(clock, {})[worker] = entry.step
             effects += self._complete_steps()
         else:
             self.version += 1
@@ -219,9 +248,13 @@ class LogState:
             if not self.is_finished and self.clocks.slowest < clock:
                 break
             pushes = self._contributions.pop(clock)
-            self.version += 1
-            norm = next(iter(pushes.values()))[1] if len(pushes) == 1 else 0.0
-            effects.append(Update(self.version, tuple((worker, pushes[worker][0]) for worker in sorted(pushes)), norm))
+            contributions = tuple((worker, pushes[worker]) for worker in sorted(pushes))
+            if self._clips:
+                measure = self.measuring[clock] = MeasureNorm(clock, contributions)
+                effects.append(measure)
+            else:
+                self.version += 1
+                effects.append(Update(self.version, contributions, 0.0))
         return effects
 
     def _end_epoch(self) -> list[Effect]:
@@ -241,12 +274,13 @@ class LogState:
     def _answer_reads(self, effects: list[Effect], now_s: float) -> list[Effect]:
         """The effects, with reads that may be answered now behind the updates."""
         answered: list[Effect] = []
-        for worker in [worker for worker in self._reads if self.clocks.may_begin(worker)]:
+        ready = [] if self.measuring else [worker for worker in self._reads if self.clocks.may_begin(worker)]
+        for worker in ready:
             answered.append(SendParts(worker, self._reads.pop(worker), self.version))
             self._versions_read[worker] = self.version
             self.clocks.end_wait(worker, now_s)
-        num_updates = sum(isinstance(effect, Update | DropStaged) for effect in effects)
-        ordered = sorted(effects, key=lambda effect: not isinstance(effect, Update | DropStaged))
+        num_updates = sum(isinstance(effect, STATE_CHANGES) for effect in effects)
+        ordered = sorted(effects, key=lambda effect: not isinstance(effect, STATE_CHANGES))
         return [*ordered[:num_updates], *answered, *ordered[num_updates:]]
 
     def _take_lease(self, entry: TakeLease) -> list[Effect]:

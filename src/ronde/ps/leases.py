@@ -1,4 +1,5 @@
-"""Which worker trains on which samples, so that each sample of an epoch is used exactly once in every mode. Without I/O.
+"""Which worker trains on which samples, so that each sample of an epoch is used exactly once in every mode. Without
+I/O.
 
 A worker asks for some samples and gets a lease on ranges of their indices. The commit of the push that used them
 acknowledges the lease. When a worker is lost, the ranges that it has not acknowledged are given to others. An epoch is

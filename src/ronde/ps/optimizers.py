@@ -1,7 +1,7 @@
 """The optimizers of a parameter server: it takes their steps, on its parts, where the state of an optimizer stays.
 
-They follow PyTorch's optimizers of the same names, with the same options, and give the same numbers. `lr` is a number, or
-a function of the number of updates (from 1) for a schedule; all servers call it alike. An optimizer of your own is a
+They follow PyTorch's optimizers of the same names, with the same options, and give the same numbers. `lr` is a number,
+or a function of the number of updates (from 1) for a schedule; all servers call it alike. An optimizer of your own is a
 subclass of Optimizer whose compute() is a pure function of its arguments: a part's replicas both call it, and have to
 come to the same values.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class Optimizer(abc.ABC):
     def update(self, part: Part, values: Array, gradient: Array, states: Array, out: Array, step: int) -> None:
         """As compute(), for all slices of a part. Called by servers."""
         bounds = part.bounds
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             piece = slice(start, stop)
             out[piece] = self.compute(values[piece], gradient[piece], states[:, piece], step)
 
@@ -63,7 +64,9 @@ class _NativeOptimizer(Optimizer):
         for group, options in self.groups.items():
             changed = dataclasses.replace(self, groups={}, **dict(options))  # raises if there is no such option
             if changed.num_states > self.num_states:
-                raise ValueError(f"group {group} needs more state than the others; give its options to all, and 0 there")
+                raise ValueError(
+                    f"group {group} needs more state than the others; give its options to all, and 0 there"
+                )
 
     @property
     def needs_whole_tensors(self) -> bool:  # type: ignore[override]  # a constant of each class
@@ -93,7 +96,7 @@ class _NativeOptimizer(Optimizer):
         own = self.for_group(part.group)
         rule, lr = own.make_rule(), own.lr_at(step)
         bounds = (0, part.size) if self.is_elementwise else part.bounds
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             piece = slice(start, stop)
             rows = [row[piece] for row in states]
             update_parameters(rule, values[piece], gradient[piece], rows, out[piece], step=step, lr=lr)
@@ -118,8 +121,7 @@ class SGD(_NativeOptimizer):
 
     def make_rule(self) -> OptimizerRule:
         flags = OptimizerFlag.NESTEROV if self.nesterov else OptimizerFlag.NONE
-        options = {"weight_decay": self.weight_decay, "first": self.momentum, "second": self.dampening}
-        return OptimizerRule(OptimizerKind.SGD, **options, flags=flags)
+        return OptimizerRule(OptimizerKind.SGD, self.weight_decay, self.momentum, self.dampening, flags=flags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +132,12 @@ class Adam(_NativeOptimizer):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
-    num_states: ClassVar[int] = 2
     kind: ClassVar[OptimizerKind] = OptimizerKind.ADAM
     flags: ClassVar[OptimizerFlag] = OptimizerFlag.NONE
+
+    @property
+    def num_states(self) -> int:  # type: ignore[override]  # a constant of the class
+        return 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,8 +145,7 @@ class Adam(_NativeOptimizer):
             raise ValueError(f"betas must be from 0 to below 1, got {self.betas!r}")
 
     def make_rule(self) -> OptimizerRule:
-        options = {"first": self.betas[0], "second": self.betas[1], "epsilon": self.eps}
-        return OptimizerRule(self.kind, self.weight_decay, **options, flags=self.flags)
+        return OptimizerRule(self.kind, self.weight_decay, *self.betas, self.eps, self.flags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,11 +175,12 @@ class Adagrad(_NativeOptimizer):
     lr_decay: float = 0.0
     eps: float = 1e-10
 
-    num_states: ClassVar[int] = 1
+    @property
+    def num_states(self) -> int:  # type: ignore[override]  # a constant of the class
+        return 1
 
     def make_rule(self) -> OptimizerRule:
-        options = {"weight_decay": self.weight_decay, "first": self.lr_decay, "epsilon": self.eps}
-        return OptimizerRule(OptimizerKind.ADAGRAD, **options)
+        return OptimizerRule(OptimizerKind.ADAGRAD, self.weight_decay, first=self.lr_decay, epsilon=self.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,5 +199,4 @@ class RMSProp(_NativeOptimizer):
 
     def make_rule(self) -> OptimizerRule:
         flags = OptimizerFlag.CENTERED if self.centered else OptimizerFlag.NONE
-        options = {"first": self.momentum, "second": self.alpha, "epsilon": self.eps}
-        return OptimizerRule(OptimizerKind.RMSPROP, self.weight_decay, **options, flags=flags)
+        return OptimizerRule(OptimizerKind.RMSPROP, self.weight_decay, self.momentum, self.alpha, self.eps, flags)

@@ -2,8 +2,8 @@
 
 It connects the state machines of this package to a mailbox. A rank that is a server has a ServerCore, one that is a
 worker a WorkerCore, and many are both. The thread of the mailbox owns the ServerCore; the WorkerCore is shared with the
-threads of the program, under a lock. Nothing in the thread of the mailbox waits for another rank, but for the one answer
-of the coordinator when a server is lost.
+threads of the program, under a lock. Nothing in the thread of the mailbox waits for another rank, but for the one
+answer of the coordinator when a server is lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ronde.ps.optimizers import Optimizer
 from ronde.ps.partition import Array, Configuration, TensorSpec, cut_into_parts, make_configuration
 from ronde.ps.protocol import FOR_WORKERS, NewConfiguration, OutgoingMessage, PartCopy, decode, encode
 from ronde.ps.server import Action, Propose, ServerCore, ServerSetup
-from ronde.ps.staleness import Mode, StalenessSettings, parse_mode
+from ronde.ps.staleness import StalenessSettings, parse_mode
 from ronde.ps.worker import WorkerCore
 from ronde.text import format_rank_answers
 from ronde.types import Deadline
@@ -44,16 +44,15 @@ logger = logging.getLogger("ronde.ps")
 class ParameterServer:
     """Parameters that several workers train, each at its own pace or in step. Made by all members of a group alike.
 
-    `parameters` are arrays by name, or a list of them; the values of the first rank are those that training begins with.
-    They are written in place by step() and pull(). float32 and float64 are possible.
-    `optimizer` takes the steps, on the servers (ronde.ps.SGD, Adam, …, or one of your own); that of the first rank is
-    used.
-    `mode` says how synchronous training is: "sync", "bounded" (no worker is more than `staleness` steps ahead of the
-    slowest), "dynamic" (so, with a bound that is moved by measured speeds, up to `staleness`), or "async".
-    `servers` and `workers` are the ranks that hold parameters and those that train; by default all ranks do both. With
-    `replicate`, each part of the parameters is on two servers, and no update is lost when one of them is.
-    `clip_norm` scales gradients down whose global norm is larger. `groups` gives tensors other options of the optimizer
-    by name: they are in the group with this number.
+    `parameters` are arrays by name, or a list of them; the values of the first rank are those that training begins
+    with. They are written in place by step() and pull(). float32 and float64 are possible. `optimizer` takes the steps,
+    on the servers (ronde.ps.SGD, Adam, …, or one of your own); that of the first rank is used. `mode` says how
+    synchronous training is: "sync", "bounded" (no worker is more than `staleness` steps ahead of the slowest),
+    "dynamic" (so, with a bound that is moved by measured speeds, up to `staleness`), or "async". `servers` and
+    `workers` are the ranks that hold parameters and those that train; by default all ranks do both. With `replicate`,
+    each part of the parameters is on two servers, and no update is lost when one of them is. `clip_norm` scales
+    gradients down whose global norm is larger. `groups` gives tensors other options of the optimizer by name: they are
+    in the group with this number.
     """
 
     def __init__(
@@ -212,8 +211,6 @@ class ParameterServer:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be one of ronde.ps, such as ronde.ps.SGD, got {type(optimizer).__name__}")
         settings = StalenessSettings(parse_mode(mode), staleness)
-        if clip_norm and settings.mode is Mode.SYNC and len(worker_ranks) > 1:
-            raise ValueError('clip_norm cannot be used with mode="sync" and several workers; clip in the optimizer')
         if clip_norm < 0 or staleness < 0:
             raise ValueError(f"clip_norm and staleness must be 0 or more, got {clip_norm} and {staleness}")
         tensors = tuple(
@@ -258,7 +255,7 @@ class ParameterServer:
         flat = self._check_gradients(gradients)
         pieces = [part.gather(flat) for part in self._setup.parts]
         norm = 0.0
-        if self._setup.clip_norm:
+        if self._setup.clip_norm and self.mode != "sync":  # there the norm of the mean counts, which servers know
             norm = math.sqrt(sum(float(np.dot(piece, piece)) for piece in pieces))
         self._step += 1
         leases, self._open_leases = self._open_leases, []
@@ -321,8 +318,8 @@ class ParameterServer:
                     self._check()
                     if deadline.expired:
                         raise OperationTimeout(
-                            f"{what} of rank {self.rank} was not answered within {deadline.timeout_s:g} s; the servers are "
-                            f"ranks {self.servers}, and workers wait for each other in mode {self.mode!r}"
+                            f"{what} of rank {self.rank} was not answered within {deadline.timeout_s:g} s; the servers "
+                            f"are ranks {self.servers}, and workers wait for each other in mode {self.mode!r}"
                         )
                     if time.monotonic() >= ping_at_s:
                         break
@@ -343,8 +340,8 @@ class ParameterServer:
         """Raise what has ended training."""
         if self._worker.failure:
             raise RondeError(
-                f"the parameter server cannot go on: {self._worker.failure}; start again from a checkpoint, or with more "
-                "servers and replicate=True"
+                f"the parameter server cannot go on: {self._worker.failure}; start again from a checkpoint, or with "
+                "more servers and replicate=True"
             )
         error = self._error or self._mailbox.closed_error
         if error is not None:
@@ -412,7 +409,8 @@ class ParameterServer:
         self._send(sends)
 
     def _send(self, messages: Iterable[OutgoingMessage]) -> None:
-        """Send without waiting. What is lost with a rank is sent again to another one, when the servers have changed."""
+        """Send without waiting. What is lost with a rank is sent again to another one, when the servers have
+        changed."""
         for to, message, payload in messages:
             try:
                 self._mailbox.post(to, encode(message), payload, wait=False)

@@ -87,8 +87,8 @@ class Part:
 def cut_into_parts(
     tensors: Sequence[TensorSpec], num_servers: int, *, max_bytes: int = MAX_PART_BYTES, keep_whole: bool = False
 ) -> tuple[Part, ...]:
-    """Cut tensors into parts, in their order. Every element is in exactly one part, and no part has more than max_bytes,
-    unless tensors are to be kept whole, as optimizers need it that look at norms of tensors."""
+    """Cut tensors into parts, in their order. Every element is in exactly one part, and no part has more than
+    max_bytes, unless tensors are to be kept whole, as optimizers need it that look at norms of tensors."""
     total_bytes = sum(tensor.size * np.dtype(tensor.dtype).itemsize for tensor in tensors)
     limit_bytes = min(max_bytes, max(MIN_PART_BYTES, -(-total_bytes // (num_servers * PARTS_PER_SERVER))))
     parts: list[Part] = []
@@ -172,8 +172,8 @@ def make_configuration(parts: Sequence[Part], servers: Iterable[int], *, replica
 
 
 def remove_servers(configuration: Configuration, lost: Collection[int], parts: Sequence[Part]) -> Configuration:
-    """The configuration of the next epoch, without these servers. The backups of their parts become primaries, and parts
-    that had a backup and have none now get another one if there is a server for it. Raises PartsLost."""
+    """The configuration of the next epoch, without these servers. The backups of their parts become primaries, and
+    parts that had a backup and have none now get another one if there is a server for it. Raises PartsLost."""
     servers = tuple(rank for rank in configuration.servers if rank not in lost)
     primaries, backups = list(configuration.primaries), list(configuration.backups)
     replicated = [backup != NO_BACKUP for backup in backups]

@@ -28,7 +28,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class StagePart(Message, frozen=True):
-    """The gradients of a part, for its primary, which passes them on to the backup. They count when they are committed."""
+    """The gradients of a part, for its primary, which passes them on to the backup. They count when they are
+    committed."""
 
     worker: int
     step: int
@@ -116,6 +117,14 @@ class ReplicatePart(Message, frozen=True):
     part: int
 
 
+class PartNorm(Message, frozen=True):
+    """The squared norm of the mean gradient of a clock in one part, from its primary to the sequencer."""
+
+    clock: int
+    part: int
+    square: float
+
+
 class Append(Message, frozen=True):
     """Records of the log, from the sequencer."""
 
@@ -180,5 +189,7 @@ def decode(header: bytes) -> Message:
     try:
         message: Message = _decoder.decode(header)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"a message of the parameter server that no ronde of this version sends: {error}") from error
+        raise ProtocolError(
+            f"a message of the parameter server that no ronde of this version sends: {error}"
+        ) from error
     return message

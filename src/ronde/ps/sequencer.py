@@ -2,9 +2,9 @@
 
 The sequencer gives each entry its position and sends it to its backup, the second server of the configuration. When the
 backup has it, it is committed: it can no longer be lost with one server. Then the others get it. The sequencer is lost:
-the next server takes over. It first collects what the others have of the log, so an entry that anybody has applied is in
-the log of the new sequencer. A sequencer that was stopped and wakes up cannot commit anything, because its backup is in
-another epoch and does not answer.
+the next server takes over. It first collects what the others have of the log, so an entry that anybody has applied is
+in the log of the new sequencer. A sequencer that was stopped and wakes up cannot commit anything, because its backup is
+in another epoch and does not answer.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class LogReplica:
         if self._state.is_known(entry):
             reply = self._state.reply_again(entry)
             return [] if reply is None else [self.make_reply(reply)]
-        is_removal = isinstance(entry, RemoveWorker)
-        if entry.request <= self._submitted.get(entry.worker, 0) and not is_removal:
+        if entry.request and entry.request <= self._submitted.get(entry.worker, 0):
             return []  # it is answered when it is committed
         self._submitted[entry.worker] = max(entry.request, self._submitted.get(entry.worker, 0))
         self.received += 1

@@ -10,14 +10,24 @@ core proposes it where all servers get the same answer, and gives that to adopt(
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from ronde.ps.commit_log import DropStaged, Effect, LogState, SendParts, Update
+from ronde.ps.commit_log import (
+    NO_WORKER,
+    DropStaged,
+    Effect,
+    LogState,
+    MeasureNorm,
+    RecordNorm,
+    SendParts,
+    Update,
+)
 from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, remove_servers
 from ronde.ps.protocol import (
     Append,
@@ -28,6 +38,7 @@ from ronde.ps.protocol import (
     NewConfiguration,
     OutgoingMessage,
     PartCopy,
+    PartNorm,
     PartStaged,
     PartValues,
     Ping,
@@ -40,7 +51,7 @@ from ronde.ps.protocol import (
     SuspectServer,
 )
 from ronde.ps.sequencer import LogReplica
-from ronde.ps.staleness import StalenessSettings
+from ronde.ps.staleness import Mode, StalenessSettings
 
 
 class PartOptimizer(Protocol):
@@ -117,22 +128,33 @@ class PartReplica:
             return
         if position <= self.position:  # it is in the copy that another server has sent
             return
-        gradients = [self.staged.pop(key) for key in update.contributions]
+        gradient = self._mean_gradient(update.contributions)
         for worker, step in update.contributions:
+            del self.staged[worker, step]
             self.applied[worker] = step
         self.position = position
-        gradient = gradients[0]
-        if len(gradients) > 1:
-            gradient = gradients[0] + gradients[1]
-            for each in gradients[2:]:
-                gradient += each
-            gradient *= np.asarray(1.0 / len(gradients), gradient.dtype)
         if self._setup.clip_norm and update.norm > self._setup.clip_norm:
             scale = self._setup.clip_norm / (update.norm + CLIP_EPSILON)
             gradient = gradient * np.asarray(scale, gradient.dtype)
         out = np.empty_like(self.values) if self._is_shared else self.values
         self._setup.optimizer.update(self._part, self.values, gradient, self._states, out, update.version)
         self.values, self._is_shared = out, False
+
+    def squared_norm(self, contributions: Sequence[tuple[int, int]]) -> float:
+        """Of the mean of staged gradients."""
+        mean = self._mean_gradient(contributions).astype(np.float64, copy=False)
+        return float(np.dot(mean, mean))
+
+    def _mean_gradient(self, contributions: Sequence[tuple[int, int]]) -> Array:
+        """The mean of staged gradients, summed in this order."""
+        first, *others = [self.staged[key] for key in contributions]
+        if not others:
+            return first
+        total: Array = first + others[0]
+        for each in others[1:]:
+            total += each
+        total *= np.asarray(1.0 / len(contributions), total.dtype)
+        return total
 
     def share(self) -> Array | None:
         """The values, for a message. They are not changed any more."""
@@ -168,7 +190,8 @@ class ServerCore:
         self.failure = ""
         """Why nothing can go on: parts are lost."""
         self._setup = setup
-        self.state = LogState(setup.staleness, setup.workers)
+        clips = bool(setup.clip_norm) and setup.staleness.mode is Mode.SYNC
+        self.state = LogState(setup.staleness, setup.workers, clips=clips)
         self._members = tuple(sorted({*setup.workers, *configuration.servers}))
         self.log = LogReplica(rank, configuration, self._members, self.state)
         self.replicas: dict[int, PartReplica] = {
@@ -182,6 +205,8 @@ class ServerCore:
         """Requests of new backups, with their rank, that wait until this server has come to their position."""
         self._early: list[tuple[int, Message, Array | None]] = []
         """Messages of an epoch that this server has not heard of yet."""
+        self._norms: dict[int, dict[int, float]] = {}
+        """Of the sequencer: by clock and part, the squared norms that have come."""
         self._finished_epoch = 0
         """In which this server, as the sequencer, has last told the members that all workers have left."""
         self._suspected: set[int] = set()
@@ -248,6 +273,9 @@ class ServerCore:
                 return self._fail(f"part {index} was lost with its primary before it was copied to rank {self.rank}")
         self._copy_requests = [each for each in self._copy_requests if each[0] in configuration.servers]
         actions += self.log.adopt(configuration, now_s)
+        self._norms.clear()
+        for measure in self.state.measuring.values():  # the sequencer may be another one
+            actions += self._measure(measure)
         actions += self._apply_log()
         early, self._early = self._early, []
         for source, message, payload in early:
@@ -269,6 +297,8 @@ class ServerCore:
             actions += self.log.on_appended(source, message.position)
         elif isinstance(message, LogTail):
             actions += self.log.on_log_tail(source, message, now_s)
+        elif isinstance(message, PartNorm):
+            actions += self._on_norm(message, now_s)
         elif isinstance(message, RequestCopy):
             self._copy_requests.append((source, message))
             return self._send_copies()
@@ -341,6 +371,8 @@ class ServerCore:
         if isinstance(effect, Update):
             for replica in self.replicas.values():
                 replica.update(position, effect)
+        elif isinstance(effect, MeasureNorm):
+            return self._measure(effect)
         elif isinstance(effect, DropStaged):
             for replica in self.replicas.values():
                 replica.drop_staged(effect.worker, effect.step)
@@ -350,6 +382,26 @@ class ServerCore:
         elif self.log.is_sequencer:
             return [self.log.make_reply(effect)]
         return []
+
+    def _measure(self, measure: MeasureNorm) -> list[Action]:
+        """Tell the sequencer the norms of the parts whose primary this server is."""
+        actions: list[Action] = []
+        for index, rank in enumerate(self.configuration.primaries):
+            if rank == self.rank:
+                square = self.replicas[index].squared_norm(measure.contributions)
+                message = PartNorm(self.configuration.epoch, measure.clock, index, square)
+                actions.append(OutgoingMessage(self.configuration.sequencer, message))
+        return actions
+
+    def _on_norm(self, message: PartNorm, now_s: float) -> list[Action]:
+        """When the norms of all parts are there, the whole one is added to the log."""
+        squares = self._norms.setdefault(message.clock, {})
+        squares[message.part] = message.square
+        if len(squares) < len(self._setup.parts):
+            return []
+        del self._norms[message.clock]
+        norm = math.sqrt(sum(squares[part] for part in sorted(squares)))
+        return [*self.log.submit(RecordNorm(NO_WORKER, 0, message.clock, norm), now_s)]
 
     def _send_part(self, index: int, read: SendParts) -> list[Action]:
         values = self.replicas[index].share()

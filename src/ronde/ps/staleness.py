@@ -1,8 +1,8 @@
 """How far workers may be apart: the clocks of workers, and when one may begin its next step. Without I/O.
 
-The clock of a worker is the number of its pushes that are committed. Before a step it reads the parameters, and the read
-waits as long as the worker is more steps ahead of the slowest than the mode allows. So a read is where a worker waits,
-and a push never is.
+The clock of a worker is the number of its pushes that are committed. Before a step it reads the parameters, and the
+read waits as long as the worker is more steps ahead of the slowest than the mode allows. So a read is where a worker
+waits, and a push never is.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Clocks:
         return self._dynamic_bound()
 
     def _dynamic_bound(self) -> int:
-        """As many steps as the fastest worker does in one step of the slowest, so that it need not wait for that step to
-        end; but not more than allowed. Until all have been measured, 0."""
+        """As many steps as the fastest worker does in one step of the slowest, so that it need not wait for that step
+        to end; but not more than allowed. Until all have been measured, 0."""
         times_s = [self._step_times_s.get(worker, 0.0) for worker in self.clocks]
         if not times_s or min(times_s) <= 0.0:
             return 0

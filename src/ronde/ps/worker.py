@@ -1,8 +1,8 @@
 """A worker: its pushes, reads and leases while they are under way. Without I/O.
 
-A push is staged part by part, and committed when all parts are staged on all their replicas. Whatever is not answered is
-sent again when the configuration changes; servers recognize what they have. A read that is under way then begins anew,
-because the parts that are missing can no longer be had in its version.
+A push is staged part by part, and committed when all parts are staged on all their replicas. Whatever is not answered
+is sent again when the configuration changes; servers recognize what they have. A read that is under way then begins
+anew, because the parts that are missing can no longer be had in its version.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ class WorkerCore:
         push.unstaged.add(part)
         return [self._stage_message(step, part, gradient)]
 
-    def commit(
-        self, step: int, *, read: bool, leases: Sequence[int] = (), norm: float = 0.0
-    ) -> list[OutgoingMessage]:
+    def commit(self, step: int, *, read: bool, leases: Sequence[int] = (), norm: float = 0.0) -> list[OutgoingMessage]:
         """All parts of the step were given to stage(): commit them when they are staged, and read what follows."""
         push = self._pushes[step]
         assert len(push.gradients) == self._num_parts, "a push has all parts"
@@ -173,8 +171,8 @@ class WorkerCore:
             return
         if read.values and message.version != read.version:
             raise ProtocolError(
-                f"rank {self.rank} reads version {read.version} of the parameters, and got part {message.part} of version "
-                f"{message.version}"
+                f"rank {self.rank} reads version {read.version} of the parameters, and got part {message.part} of "
+                f"version {message.version}"
             )
         read.version = message.version
         read.missing.discard(message.part)

@@ -1,7 +1,7 @@
 """A rank of tests/jobs/test_parameter_server.py: trains parameters that count how often each sample was used.
 
-The test may tell a rank to kill itself when it has sent so many messages: so it dies at any moment of a push, as a worker
-and as a server.
+The test may tell a rank to kill itself when it has sent so many messages: so it dies at any moment of a push, as a
+worker and as a server.
 """
 
 from __future__ import annotations

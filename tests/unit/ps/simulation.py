@@ -26,6 +26,7 @@ from ronde.ps.server import Propose, ServerCore, ServerSetup
 from ronde.ps.staleness import Mode, StalenessSettings
 from ronde.ps.worker import WorkerCore
 
+
 class CountingOptimizer:
     """Adds gradients to the values, so the values count what was applied."""
 
@@ -105,15 +106,14 @@ class Simulation:
         num_samples: int = 12,
         num_parts: int = 3,
         batch: int = 2,
+        clip_norm: float = 0.0,
     ) -> None:
         self.schedule = schedule
         self.mode = mode
         self.num_samples = num_samples
-        self.parts = tuple(
-            Part((TensorSlice(index, 0, num_samples),), "float64", 0) for index in range(num_parts)
-        )
+        self.parts = tuple(Part((TensorSlice(index, 0, num_samples),), "float64", 0) for index in range(num_parts))
         self.setup = ServerSetup(
-            self.parts, tuple(workers), StalenessSettings(mode, staleness), CountingOptimizer()
+            self.parts, tuple(workers), StalenessSettings(mode, staleness), CountingOptimizer(), clip_norm
         )
         configuration = make_configuration(self.parts, servers)
         self.ranks = sorted({*workers, *servers})
@@ -237,4 +237,3 @@ class Simulation:
             if rank not in self.dead and not server.is_evicted:
                 found += [each.values for each in server.replicas.values() if each.values is not None]
         return found
-

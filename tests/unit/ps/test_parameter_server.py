@@ -93,6 +93,35 @@ def test_ranks_may_be_servers_or_workers_only() -> None:
     run_threads(4, body)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_global_norm_of_an_update_is_clipped(mode: str) -> None:
+    """In sync mode that of the mean, else that of each push. The parts are on several servers."""
+
+    def body(world: World) -> None:
+        parameters = [np.zeros(30_000), np.zeros((100, 300))]
+        with ParameterServer(parameters, SGD(lr=1.0), mode=mode, clip_norm=2.0, group=world.group) as server:
+            signs = [np.where(np.arange(array.size).reshape(array.shape) % 2, 3.0, -1.0) for array in parameters]
+            if world.rank:
+                signs = [np.ones_like(array) for array in signs]
+            server.step(signs)  # the norms of the pushes and of their mean are far above the limit
+            world.group.barrier()
+            server.pull()
+            gradients = [[np.where(np.arange(60_000) % 2, 3.0, -1.0)], [np.ones(60_000)] * (world.size - 1)]
+            pushes = [each for some in gradients for each in some]
+            pushes = [np.mean(pushes, axis=0)] if mode == "sync" else pushes
+            expected = -sum(push * 2.0 / (np.linalg.norm(push) + 1e-6) for push in pushes)
+            values = np.concatenate([array.reshape(-1) for array in server.parameters.values()])
+            assert np.allclose(values, expected, rtol=1e-12)
+            small = [np.full_like(array, 1e-6) for array in parameters]
+            before = values[0]
+            server.step(small)  # and this one is not
+            world.group.barrier()
+            server.pull()
+            assert np.isclose(server.parameters["0"][0], before - 1e-6 * (1 if mode == "sync" else world.size))
+
+    run_threads(3, body)
+
+
 class SignDescent(Optimizer):
     """An optimizer of a user."""
 
@@ -124,9 +153,9 @@ def test_mistakes_are_named() -> None:
             ParameterServer([np.zeros(3, np.int64)], SGD(lr=1.0), group=group)
         with pytest.raises(ValueError, match="mode must be one of sync, bounded, dynamic, async, got 'fast'"):
             ParameterServer([np.zeros(3)], SGD(lr=1.0), mode="fast", group=group)
-        with pytest.raises(ValueError, match="servers must be different ranks of .* got \\[0, 7\\]"):
+        with pytest.raises(ValueError, match=r"servers must be different ranks of .* got \[0, 7\]"):
             ParameterServer([np.zeros(3)], SGD(lr=1.0), servers=[0, 7], group=group)
-        with pytest.raises(Mismatch, match="ranks disagree on a parameter server: rank 0 gave .*float64\\[2\\]"):
+        with pytest.raises(Mismatch, match=r"ranks disagree on a parameter server: rank 0 gave .*float64\[2\]"):
             ParameterServer([np.zeros(2 + world.rank)], SGD(lr=1.0), group=group)
         with ParameterServer({"w": np.zeros(3)}, SGD(lr=1.0), group=group) as server:
             with pytest.raises(ValueError, match="these differ: v, w"):
