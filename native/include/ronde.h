@@ -484,8 +484,8 @@ int rd_fetch_exception(void* exception[3]);
 rd_status rd_reduce(int32_t dtype, int32_t op, double prescale, double postscale, const void* const* inputs,
                     uint64_t num_inputs, void* const* outputs, uint64_t num_outputs, uint64_t count);
 
-/* What an optimizer does with one array of parameters: rd_optimizer_update. Which options and states a rule uses is said
- * in optimizer/optimizer.h. */
+/* What an optimizer does with one array of parameters: rd_optimizer_update. Which options and states a rule uses is
+ * said in optimizer/optimizer.h. */
 typedef enum rd_optimizer_kind {
   RD_SGD = 0,
   RD_ADAM = 1,
@@ -495,9 +495,9 @@ typedef enum rd_optimizer_kind {
 } rd_optimizer_kind;
 
 /* Flags of rd_optimizer_step. */
-#define RD_NESTEROV 1u          /* SGD */
-#define RD_DECOUPLED_DECAY 2u   /* Adam: weight decay is not part of the gradient (AdamW) */
-#define RD_CENTERED 4u          /* RMSProp */
+#define RD_NESTEROV 1u        /* SGD */
+#define RD_DECOUPLED_DECAY 2u /* Adam: weight decay is not part of the gradient (AdamW) */
+#define RD_CENTERED 4u        /* RMSProp */
 
 typedef struct rd_optimizer_step {
   int32_t kind;  /* rd_optimizer_kind */

@@ -55,7 +55,8 @@ void run(rd_optimizer_step o, rd_dtype dtype, bool in_place, double tolerance) {
   const size_t n = o.kind == RD_LAMB ? 1 : 37;
   o.dtype = dtype;
   o.count = n;
-  std::vector<T> values(n), gradient(n), other(n), states[3] = {std::vector<T>(n), std::vector<T>(n), std::vector<T>(n)};
+  std::vector<T> values(n), gradient(n), other(n),
+      states[3] = {std::vector<T>(n), std::vector<T>(n), std::vector<T>(n)};
   std::vector<Reference> wanted(n);
   for (size_t i = 0; i < n; ++i) {
     values[i] = static_cast<T>(0.3) * static_cast<T>(i + 1) - 4;
@@ -78,8 +79,9 @@ void run(rd_optimizer_step o, rd_dtype dtype, bool in_place, double tolerance) {
   }
   for (size_t i = 0; i < n; ++i) {
     if (std::fabs(static_cast<double>(values[i] - static_cast<T>(wanted[i].w))) > tolerance) {
-      check::fail(__FILE__, __LINE__, "rule " + std::to_string(o.kind) + " flags " + std::to_string(o.flags) +
-                                          ": element " + std::to_string(i) + " is wrong");
+      check::fail(__FILE__, __LINE__,
+                  "rule " + std::to_string(o.kind) + " flags " + std::to_string(o.flags) + ": element " +
+                      std::to_string(i) + " is wrong");
       break;
     }
   }

@@ -12,9 +12,9 @@
 //   RMSProp  states: s, then the mean g with RD_CENTERED, then the momentum buffer b if first is not 0.
 //            s = second * s + (1 - second) * d * d;  g += (1 - second) * (d - g);
 //            a = sqrt(s), or sqrt(s - g * g);  u = d / (a + epsilon);  b = first * b + u;  w -= lr * (b or u)
-//   LAMB     states: m, v as Adam's, of the gradient alone.  r = m / (1 - first^t) / (sqrt(v / (1 - second^t)) + epsilon)
-//            + weight_decay * w;  w -= lr * |w| / |r| * r, where the quotient is 1 if a norm is 0. The norms are those of
-//            the array, so it has to be a whole tensor.
+//   LAMB     states: m, v as Adam's, of the gradient alone.
+//            r = m / (1 - first^t) / (sqrt(v / (1 - second^t)) + epsilon) + weight_decay * w;  w -= lr * |w| / |r| * r,
+//            where the quotient is 1 if a norm is 0. The norms are those of the array: it has to be a whole tensor.
 #pragma once
 
 #include "ronde.h"

@@ -6,7 +6,7 @@ for indices in server.samples(len(data), batch_size):
 server.close()
 """
 
-from ronde.ps.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
+from ronde.ps.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, GradientNoise, Optimizer, RMSProp
 from ronde.ps.parameter_server import ParameterServer
 
-__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Optimizer", "ParameterServer", "RMSProp"]
+__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "GradientNoise", "Optimizer", "ParameterServer", "RMSProp"]

@@ -34,6 +34,8 @@ class CommitPush(LogEntry, frozen=True):
     """The leases whose samples were used."""
     norm: float = 0.0
     """The global norm of the gradients, if they are clipped."""
+    lrs: tuple[float, ...] = ()
+    """By group of tensors, the learning rates of the worker; empty if the optimizer has its own."""
 
 
 class BeginRead(LogEntry, frozen=True):
@@ -84,6 +86,8 @@ class Update(NamedTuple):
     """Worker and step of each."""
     norm: float
     """The global norm, if gradients are clipped."""
+    lrs: tuple[float, ...] = ()
+    """By group of tensors, the learning rates; empty if the optimizer has its own."""
 
 
 class MeasureNorm(NamedTuple):
@@ -91,6 +95,7 @@ class MeasureNorm(NamedTuple):
 
     clock: int
     contributions: tuple[tuple[int, int], ...]
+    lrs: tuple[float, ...]
 
 
 class DropStaged(NamedTuple):
@@ -163,8 +168,8 @@ class LogState:
         self.last_replies: dict[tuple[int, type[LogEntry]], Reply] = {}
         """By worker and kind of entry, so that one can be sent again."""
         self._versions_read = dict.fromkeys(self.clocks.clocks, 0)
-        self._contributions: dict[int, dict[int, int]] = {}
-        """SYNC: by clock and worker, the steps of pushes that are not in an update yet."""
+        self._contributions: dict[int, dict[int, CommitPush]] = {}
+        """SYNC: by clock and worker, pushes that are not in an update yet."""
         self._ended_epoch = -1
         """The last epoch of samples that is over."""
         self._reads: dict[int, int] = {}
@@ -195,7 +200,8 @@ class LogState:
         effects: list[Effect] = []
         if isinstance(entry, RecordNorm):
             self.version += 1
-            effects.append(Update(self.version, self.measuring.pop(entry.clock).contributions, entry.norm))
+            measured = self.measuring.pop(entry.clock)
+            effects.append(Update(self.version, measured.contributions, entry.norm, measured.lrs))
             return self._answer_reads(effects, record.time_s)
         self.last_requests[entry.worker] = max(entry.request, self.last_requests[entry.worker])
         if isinstance(entry, CommitPush):
@@ -231,11 +237,11 @@ class LogState:
         effects: list[Effect] = []
         if self.clocks.mode is Mode.SYNC:
             clock = self.clocks.clocks[worker]
-            self._contributions.setdefault(clock, {})[worker] = entry.step
+            self._contributions.setdefault(clock, {})[worker] = entry
             effects += self._complete_steps()
         else:
             self.version += 1
-            effects.append(Update(self.version, ((worker, entry.step),), entry.norm))
+            effects.append(Update(self.version, ((worker, entry.step),), entry.norm, entry.lrs))
         if entry.read:
             self._begin_read(worker, entry.read, now_s)
         effects.append(ReplyCommitted(worker, entry.request, self.version, staleness))
@@ -248,13 +254,14 @@ class LogState:
             if not self.is_finished and self.clocks.slowest < clock:
                 break
             pushes = self._contributions.pop(clock)
-            contributions = tuple((worker, pushes[worker]) for worker in sorted(pushes))
+            contributions = tuple((worker, pushes[worker].step) for worker in sorted(pushes))
+            lrs = pushes[min(pushes)].lrs
             if self._clips:
-                measure = self.measuring[clock] = MeasureNorm(clock, contributions)
+                measure = self.measuring[clock] = MeasureNorm(clock, contributions, lrs)
                 effects.append(measure)
             else:
                 self.version += 1
-                effects.append(Update(self.version, contributions, 0.0))
+                effects.append(Update(self.version, contributions, 0.0, lrs))
         return effects
 
     def _end_epoch(self) -> list[Effect]:

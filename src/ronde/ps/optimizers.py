@@ -24,6 +24,27 @@ from ronde.ps.partition import Array, Part
 LearningRate: TypeAlias = float | Callable[[int], float]
 
 
+@dataclass(frozen=True, slots=True)
+class GradientNoise:
+    """Random numbers that each worker adds to its gradients (annealed gradient noise, Neelakantan et al., 2015): normal
+    ones with the variance eta / step ** gamma. They depend on nothing but the seed, the worker and the step."""
+
+    eta: float = 0.01
+    gamma: float = 0.55
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.eta >= 0 and math.isfinite(self.eta) and math.isfinite(self.gamma)):
+            raise ValueError(f"eta must be 0 or more and gamma a number, got {self.eta} and {self.gamma}")
+
+    def add_to(self, gradient: Array, worker: int, step: int, part: int) -> None:
+        """Add the noise of one part, in place. Steps are counted from 1."""
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, worker], counter=[0, part, step, 0]))
+        deviation = math.sqrt(self.eta / step**self.gamma)
+        noise = generator.standard_normal(gradient.size, dtype=gradient.dtype.type)
+        gradient += noise * np.asarray(deviation, gradient.dtype)
+
+
 class Optimizer(abc.ABC):
     """What a server does with a gradient. A subclass of your own writes compute() and says how many states it has."""
 
@@ -37,8 +58,17 @@ class Optimizer(abc.ABC):
         """Return the values after one step, for one tensor or a piece of it, flattened. `states` has one row for each
         state, which is changed in place; the others are not changed. Steps are counted from 1."""
 
-    def update(self, part: Part, values: Array, gradient: Array, states: Array, out: Array, step: int) -> None:
-        """As compute(), for all slices of a part. Called by servers."""
+    def update(
+        self,
+        part: Part,
+        values: Array,
+        gradient: Array,
+        states: Array,
+        out: Array,
+        step: int,
+        lr: float | None = None,
+    ) -> None:
+        # As compute(), for all slices of a part, and into memory that is there. Called by servers.
         bounds = part.bounds
         for start, stop in itertools.pairwise(bounds):
             piece = slice(start, stop)
@@ -54,7 +84,7 @@ class _NativeOptimizer(Optimizer):
     groups: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """By group of tensors, options that differ there: {1: {"weight_decay": 0.0}}."""
 
-    is_elementwise: ClassVar[bool] = True
+    _is_elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not callable(self.lr) and not (math.isfinite(self.lr) and self.lr >= 0):
@@ -70,7 +100,7 @@ class _NativeOptimizer(Optimizer):
 
     @property
     def needs_whole_tensors(self) -> bool:  # type: ignore[override]  # a constant of each class
-        return not self.is_elementwise
+        return not self._is_elementwise
 
     @abc.abstractmethod
     def make_rule(self) -> OptimizerRule: ...
@@ -92,10 +122,21 @@ class _NativeOptimizer(Optimizer):
             row[...] = new
         return out
 
-    def update(self, part: Part, values: Array, gradient: Array, states: Array, out: Array, step: int) -> None:
+    def update(
+        self,
+        part: Part,
+        values: Array,
+        gradient: Array,
+        states: Array,
+        out: Array,
+        step: int,
+        lr: float | None = None,
+    ) -> None:
         own = self.for_group(part.group)
-        rule, lr = own.make_rule(), own.lr_at(step)
-        bounds = (0, part.size) if self.is_elementwise else part.bounds
+        rule = own.make_rule()
+        if lr is None:
+            lr = own.lr_at(step)
+        bounds = (0, part.size) if self._is_elementwise else part.bounds
         for start, stop in itertools.pairwise(bounds):
             piece = slice(start, stop)
             rows = [row[piece] for row in states]
@@ -132,8 +173,8 @@ class Adam(_NativeOptimizer):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
-    kind: ClassVar[OptimizerKind] = OptimizerKind.ADAM
-    flags: ClassVar[OptimizerFlag] = OptimizerFlag.NONE
+    _kind: ClassVar[OptimizerKind] = OptimizerKind.ADAM
+    _flags: ClassVar[OptimizerFlag] = OptimizerFlag.NONE
 
     @property
     def num_states(self) -> int:  # type: ignore[override]  # a constant of the class
@@ -145,7 +186,7 @@ class Adam(_NativeOptimizer):
             raise ValueError(f"betas must be from 0 to below 1, got {self.betas!r}")
 
     def make_rule(self) -> OptimizerRule:
-        return OptimizerRule(self.kind, self.weight_decay, *self.betas, self.eps, self.flags)
+        return OptimizerRule(self._kind, self.weight_decay, *self.betas, self.eps, self._flags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +195,7 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
 
-    flags: ClassVar[OptimizerFlag] = OptimizerFlag.DECOUPLED_DECAY
+    _flags: ClassVar[OptimizerFlag] = OptimizerFlag.DECOUPLED_DECAY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +204,8 @@ class LAMB(Adam):
 
     eps: float = 1e-6
 
-    kind: ClassVar[OptimizerKind] = OptimizerKind.LAMB
-    is_elementwise: ClassVar[bool] = False
+    _kind: ClassVar[OptimizerKind] = OptimizerKind.LAMB
+    _is_elementwise: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)

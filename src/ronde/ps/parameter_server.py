@@ -24,9 +24,9 @@ from ronde.comm.mailbox import MailboxMessage
 from ronde.comm.world import resolve_group
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.ps.leases import Lease
-from ronde.ps.optimizers import Optimizer
-from ronde.ps.partition import Array, Configuration, TensorSpec, cut_into_parts, make_configuration
-from ronde.ps.protocol import FOR_WORKERS, NewConfiguration, OutgoingMessage, PartCopy, decode, encode
+from ronde.ps.optimizers import GradientNoise, Optimizer
+from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
+from ronde.ps.protocol import FOR_WORKERS, NewConfiguration, OutgoingMessage, PartCopy, ServersFailed, decode, encode
 from ronde.ps.server import Action, Propose, ServerCore, ServerSetup
 from ronde.ps.staleness import StalenessSettings, parse_mode
 from ronde.ps.worker import WorkerCore
@@ -41,6 +41,28 @@ SUSPECT_S = 10.0
 logger = logging.getLogger("ronde.ps")
 
 
+class _PushUnderWay:
+    """The gradients of the next step that are there, and the parts of them that were sent."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self.gradients: dict[int, Array] = {}
+        """By tensor, flattened."""
+        self.staged: set[int] = set()
+        """The parts that were sent."""
+        self.squares: dict[int, float] = {}
+        """By part, the squared norm, if it is needed."""
+
+    def find_complete(self, tensor: int) -> list[int]:
+        """The parts with slices of the tensor whose other slices are there as well."""
+        return [
+            index
+            for index, part in enumerate(self._parts)
+            if any(piece.tensor == tensor for piece in part.slices)
+            and all(piece.tensor in self.gradients for piece in part.slices)
+        ]
+
+
 class ParameterServer:
     """Parameters that several workers train, each at its own pace or in step. Made by all members of a group alike.
 
@@ -52,7 +74,7 @@ class ParameterServer:
     `workers` are the ranks that hold parameters and those that train; by default all ranks do both. With `replicate`,
     each part of the parameters is on two servers, and no update is lost when one of them is. `clip_norm` scales
     gradients down whose global norm is larger. `groups` gives tensors other options of the optimizer by name: they are
-    in the group with this number.
+    in the group with this number. `noise` is added to all gradients.
     """
 
     def __init__(
@@ -67,6 +89,7 @@ class ParameterServer:
         replicate: bool = True,
         clip_norm: float = 0.0,
         groups: Mapping[str, int] | None = None,
+        noise: GradientNoise | None = None,
         suspect_s: float = SUSPECT_S,
         group: Group | None = None,
     ) -> None:
@@ -75,10 +98,12 @@ class ParameterServer:
         self.rank = self._group.ranks[self._group.rank]
         """This rank of the world."""
         self._suspect_s = suspect_s
+        self._noise = noise
         named = parameters if isinstance(parameters, Mapping) else {str(i): each for i, each in enumerate(parameters)}
         self.parameters: dict[str, Array] = {name: _check_array(name, array) for name, array in named.items()}
         """The arrays, by name."""
         self._flat = [array.reshape(-1) for array in self.parameters.values()]
+        self._indices = {name: index for index, name in enumerate(self.parameters)}
         setup, configuration = self._agree(optimizer, mode, staleness, servers, workers, replicate, clip_norm, groups)
         self.mode = setup.staleness.mode.value
         self.is_worker = self.rank in setup.workers
@@ -87,6 +112,7 @@ class ParameterServer:
         """Whether this rank holds parts of the parameters."""
         self._setup = setup
         self._step = 0
+        self._push_under_way = _PushUnderWay(setup.parts)
         self._open_leases: list[int] = []
         """Leases whose samples were handed out since the last push."""
         self._error: RondeError | None = None
@@ -121,19 +147,40 @@ class ParameterServer:
         """The ranks that are servers now, the sequencer first."""
         return self._worker.configuration.servers
 
-    def step(self, gradients: Mapping[str, Array] | Sequence[Array]) -> int:
+    def stage(self, name: str, gradient: Array) -> None:
+        """Send the gradient of one parameter ahead of step() or push(), which then need not get it. Its elements are
+        copied, and count when the step is committed. For use in a backward pass, with each gradient when it is ready.
+        """
+        self._check_worker()
+        if name not in self._indices:
+            raise ValueError(f"there is no parameter {name!r}")
+        index = self._indices[name]
+        if index in self._push_under_way.gradients:
+            raise ValueError(f"the gradient of {name} was staged already; call step() first")
+        self._push_under_way.gradients[index] = self._check_gradient(name, gradient)
+        self._stage_parts(self._push_under_way.find_complete(index))
+
+    def step(
+        self,
+        gradients: Mapping[str, Array] | Sequence[Array] | None = None,
+        *,
+        lrs: Sequence[float] = (),
+    ) -> int:
         """Push gradients, and read the parameters for the next step into `parameters`. Return their version.
 
-        It returns when the push is committed and cannot be lost any more, and, unless the mode is "async", when no
-        worker is too far behind.
+        Without gradients, all of them were given to stage(). `lrs` are learning rates by group of tensors, in place of
+        the optimizer's own; in "sync" mode those of the first worker count. It returns when the push is committed and
+        cannot be lost any more, and, unless the mode is "async", when no worker is too far behind.
         """
-        self._push(gradients, read=True)
+        self._push(gradients, lrs, read=True)
         self._wait_until(self._is_stepped, f"step {self._step}")
         return self._take_read()
 
-    def push(self, gradients: Mapping[str, Array] | Sequence[Array]) -> None:
-        """Push gradients, and return when they are committed."""
-        self._push(gradients, read=False)
+    def push(
+        self, gradients: Mapping[str, Array] | Sequence[Array] | None = None, *, lrs: Sequence[float] = ()
+    ) -> None:
+        """As step(), without reading: return when the gradients are committed."""
+        self._push(gradients, lrs, read=False)
         self._wait_until(lambda: self._worker.committed_step == self._step, f"the push of step {self._step}")
 
     def pull(self) -> int:
@@ -250,21 +297,42 @@ class ParameterServer:
 
     # --- what a worker does ----------------------------------------------------------------------------------------
 
-    def _push(self, gradients: Mapping[str, Array] | Sequence[Array], *, read: bool) -> None:
+    def _push(
+        self, gradients: Mapping[str, Array] | Sequence[Array] | None, lrs: Sequence[float], *, read: bool
+    ) -> None:
         self._check_worker()
-        flat = self._check_gradients(gradients)
-        pieces = [part.gather(flat) for part in self._setup.parts]
-        norm = 0.0
-        if self._setup.clip_norm and self.mode != "sync":  # there the norm of the mean counts, which servers know
-            norm = math.sqrt(sum(float(np.dot(piece, piece)) for piece in pieces))
+        under_way = self._push_under_way
+        if gradients is not None:
+            if under_way.gradients:
+                raise ValueError("gradients were given to stage() and to step(); give them to one of both")
+            under_way.gradients.update(enumerate(self._check_gradients(gradients)))
+        if len(under_way.gradients) < len(self.parameters):
+            missing = [name for name, index in self._indices.items() if index not in under_way.gradients]
+            raise ValueError(f"no gradient was given for {', '.join(missing)}")
+        if lrs and len(lrs) <= max(part.group for part in self._setup.parts):
+            raise ValueError(f"lrs must have one learning rate for each group of tensors, got {list(lrs)}")
+        self._stage_parts([index for index in range(len(self._setup.parts)) if index not in under_way.staged])
+        norm = math.sqrt(sum(under_way.squares[index] for index in sorted(under_way.squares)))
         self._step += 1
+        self._push_under_way = _PushUnderWay(self._setup.parts)
         leases, self._open_leases = self._open_leases, []
         with self._changed:
-            sends: list[OutgoingMessage] = []
-            for index, piece in enumerate(pieces):
-                sends += self._worker.stage(self._step, index, piece)
-            sends += self._worker.commit(self._step, read=read, leases=leases, norm=norm)
+            sends = self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs)
         self._send(sends)
+
+    def _stage_parts(self, indices: Iterable[int]) -> None:
+        """Send parts whose gradients are all there."""
+        under_way, step = self._push_under_way, self._step + 1
+        for index in indices:
+            piece = self._setup.parts[index].gather(under_way.gradients)
+            if self._noise is not None:
+                self._noise.add_to(piece, self.rank, step, index)
+            if self._setup.clip_norm and self.mode != "sync":  # there the norm of the mean counts, which servers know
+                under_way.squares[index] = float(np.dot(piece, piece))
+            under_way.staged.add(index)
+            with self._changed:
+                sends = self._worker.stage(step, index, piece)
+            self._send(sends)
 
     def _check_gradients(self, gradients: Mapping[str, Array] | Sequence[Array]) -> list[Array]:
         if isinstance(gradients, Mapping):
@@ -274,13 +342,13 @@ class ParameterServer:
             gradients = [gradients[name] for name in self.parameters]
         if len(gradients) != len(self.parameters):
             raise ValueError(f"there are {len(self.parameters)} parameters, and {len(gradients)} gradients were given")
-        flat = []
-        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
-            array = np.asarray(gradient)
-            if array.shape != parameter.shape:
-                raise ValueError(f"the gradient of {name} must have the shape {parameter.shape}, got {array.shape}")
-            flat.append(array.astype(parameter.dtype, copy=False).reshape(-1))
-        return flat
+        return [self._check_gradient(name, each) for name, each in zip(self.parameters, gradients, strict=True)]
+
+    def _check_gradient(self, name: str, gradient: Array) -> Array:
+        parameter, array = self.parameters[name], np.asarray(gradient)
+        if array.shape != parameter.shape:
+            raise ValueError(f"the gradient of {name} must have the shape {parameter.shape}, got {array.shape}")
+        return array.astype(parameter.dtype, copy=False).reshape(-1)
 
     def _has_read(self) -> bool:
         read = self._worker.read
@@ -376,10 +444,14 @@ class ParameterServer:
                 raise
 
     def _fail(self, error: BaseException) -> None:
-        """This rank cannot serve any more; its program learns why."""
+        """This rank cannot serve any more; its program learns why, and so do the others."""
+        reason = f"the server of rank {self.rank} has failed: {error!r}"
         with self._changed:
-            self._error = RondeError(f"the parameter server of rank {self.rank} has failed: {error!r}")
+            self._error = RondeError(f"the parameter server cannot go on: {reason}")
             self._changed.notify_all()
+        if not isinstance(error, RoundEnded):
+            failed = ServersFailed(self._worker.configuration.epoch, reason)
+            self._send(OutgoingMessage(rank, failed) for rank in self._group.ranks if rank != self.rank)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         assert self._server is not None

@@ -74,7 +74,7 @@ class Part:
             ends.append(ends[-1] + piece.stop - piece.start)
         return tuple(ends)
 
-    def gather(self, flat_tensors: Sequence[Array]) -> Array:
+    def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array]) -> Array:
         """The elements of the part, in new memory."""
         return np.concatenate([flat_tensors[piece.tensor][piece.start : piece.stop] for piece in self.slices])
 

@@ -18,8 +18,8 @@ from ronde.ps.leases import Lease
 from ronde.ps.partition import Array, Configuration
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """A message of the parameter server."""
+class ServerMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """A message of a parameter server."""
 
     epoch: int
 
@@ -27,7 +27,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 # --- from workers to servers -----------------------------------------------------------------------------------------
 
 
-class StagePart(Message, frozen=True):
+class StagePart(ServerMessage, frozen=True):
     """The gradients of a part, for its primary, which passes them on to the backup. They count when they are
     committed."""
 
@@ -36,33 +36,33 @@ class StagePart(Message, frozen=True):
     part: int
 
 
-class Submit(Message, frozen=True):
+class Submit(ServerMessage, frozen=True):
     """An entry for the log, for the sequencer. A worker submits again what was not answered when the epoch changes."""
 
     entry: Entry
 
 
-class SuspectServer(Message, frozen=True):
+class SuspectServer(ServerMessage, frozen=True):
     """A worker has waited for a server for too long, and got no answer to a Ping."""
 
     server: int
 
 
-class Ping(Message, frozen=True):
+class Ping(ServerMessage, frozen=True):
     """Is the server there?"""
 
 
 # --- from servers to workers -----------------------------------------------------------------------------------------
 
 
-class PartStaged(Message, frozen=True):
+class PartStaged(ServerMessage, frozen=True):
     """All replicas of the part hold these gradients. From the last of them."""
 
     step: int
     part: int
 
 
-class PartValues(Message, frozen=True):
+class PartValues(ServerMessage, frozen=True):
     """The values of a part, from its primary: all parts with one number of a read are of one version."""
 
     read: int
@@ -70,7 +70,7 @@ class PartValues(Message, frozen=True):
     version: int
 
 
-class Committed(Message, frozen=True):
+class Committed(ServerMessage, frozen=True):
     """The request of the worker is in the log, and in that of the sequencer's backup."""
 
     request: int
@@ -78,29 +78,29 @@ class Committed(Message, frozen=True):
     staleness: int
 
 
-class LeaseGranted(Message, frozen=True):
+class LeaseGranted(ServerMessage, frozen=True):
     """Samples for the worker."""
 
     request: int
     lease: Lease
 
 
-class Rejected(Message, frozen=True):
+class Rejected(ServerMessage, frozen=True):
     """The request of the worker cannot be done."""
 
     request: int
     reason: str
 
 
-class Pong(Message, frozen=True):
+class Pong(ServerMessage, frozen=True):
     """The server is there."""
 
 
-class Finished(Message, frozen=True):
+class Finished(ServerMessage, frozen=True):
     """All workers have left or are lost."""
 
 
-class ServersFailed(Message, frozen=True):
+class ServersFailed(ServerMessage, frozen=True):
     """All replicas of some parts are gone; nothing can go on."""
 
     reason: str
@@ -109,7 +109,7 @@ class ServersFailed(Message, frozen=True):
 # --- between servers -------------------------------------------------------------------------------------------------
 
 
-class ReplicatePart(Message, frozen=True):
+class ReplicatePart(ServerMessage, frozen=True):
     """As StagePart, from the primary to the backup."""
 
     worker: int
@@ -117,7 +117,7 @@ class ReplicatePart(Message, frozen=True):
     part: int
 
 
-class PartNorm(Message, frozen=True):
+class PartNorm(ServerMessage, frozen=True):
     """The squared norm of the mean gradient of a clock in one part, from its primary to the sequencer."""
 
     clock: int
@@ -125,7 +125,7 @@ class PartNorm(Message, frozen=True):
     square: float
 
 
-class Append(Message, frozen=True):
+class Append(ServerMessage, frozen=True):
     """Records of the log, from the sequencer."""
 
     records: tuple[LogRecord, ...]
@@ -133,33 +133,33 @@ class Append(Message, frozen=True):
     """All servers have the log up to this position, so nobody has to keep it."""
 
 
-class Appended(Message, frozen=True):
+class Appended(ServerMessage, frozen=True):
     """The server has the log up to this position."""
 
     position: int
 
 
-class NewConfiguration(Message, frozen=True):
+class NewConfiguration(ServerMessage, frozen=True):
     """The configuration of a new epoch, from its sequencer, to all members."""
 
     configuration: Configuration
 
 
-class LogTail(Message, frozen=True):
+class LogTail(ServerMessage, frozen=True):
     """Answer of a server to NewConfiguration: what it has of the log that others may lack."""
 
     position: int
     records: tuple[LogRecord, ...]
 
 
-class RequestCopy(Message, frozen=True):
+class RequestCopy(ServerMessage, frozen=True):
     """A new backup asks the primary for its part, as of this position of the log or later."""
 
     part: int
     position: int
 
 
-class PartCopy(Message, frozen=True):
+class PartCopy(ServerMessage, frozen=True):
     """A part in one array: the values, then the states of the optimizer. Gradients that are staged went ahead."""
 
     part: int
@@ -176,18 +176,18 @@ class OutgoingMessage(NamedTuple):
     """A message for a member."""
 
     to: int
-    message: Message
+    message: ServerMessage
     payload: Array | None = None
 
 
-_decoder = msgspec.msgpack.Decoder(functools.reduce(operator.or_, Message.__subclasses__()))
+_decoder = msgspec.msgpack.Decoder(functools.reduce(operator.or_, ServerMessage.__subclasses__()))
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode(header: bytes) -> Message:
+def decode(header: bytes) -> ServerMessage:
     """The message of a header."""
     try:
-        message: Message = _decoder.decode(header)
+        message: ServerMessage = _decoder.decode(header)
     except msgspec.MsgspecError as error:
         raise ProtocolError(
             f"a message of the parameter server that no ronde of this version sends: {error}"

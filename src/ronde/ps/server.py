@@ -34,7 +34,7 @@ from ronde.ps.protocol import (
     Appended,
     Finished,
     LogTail,
-    Message,
+    ServerMessage,
     NewConfiguration,
     OutgoingMessage,
     PartCopy,
@@ -61,9 +61,12 @@ class PartOptimizer(Protocol):
     def num_states(self) -> int:
         """How many arrays it keeps for each part, each as large as the part."""
 
-    def update(self, part: Part, values: Array, gradient: Array, states: Array, out: Array, step: int) -> None:
+    def update(
+        self, part: Part, values: Array, gradient: Array, states: Array, out: Array, step: int, lr: float | None
+    ) -> None:
         """Write the values after one step to `out`, which may be `values`; change `states`, one row for each, in place.
-        The gradient is not changed: it may be on its way to another server. Steps are counted from 1."""
+        The gradient is not changed: it may be on its way to another server. Steps are counted from 1. `lr` is the
+        learning rate of the worker, if it has given one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,8 @@ class PartReplica:
             scale = self._setup.clip_norm / (update.norm + CLIP_EPSILON)
             gradient = gradient * np.asarray(scale, gradient.dtype)
         out = np.empty_like(self.values) if self._is_shared else self.values
-        self._setup.optimizer.update(self._part, self.values, gradient, self._states, out, update.version)
+        lr = update.lrs[self._part.group] if update.lrs else None
+        self._setup.optimizer.update(self._part, self.values, gradient, self._states, out, update.version, lr)
         self.values, self._is_shared = out, False
 
     def squared_norm(self, contributions: Sequence[tuple[int, int]]) -> float:
@@ -203,7 +207,7 @@ class ServerCore:
         """By part, reads of it that wait for its first values."""
         self._copy_requests: list[tuple[int, RequestCopy]] = []
         """Requests of new backups, with their rank, that wait until this server has come to their position."""
-        self._early: list[tuple[int, Message, Array | None]] = []
+        self._early: list[tuple[int, ServerMessage, Array | None]] = []
         """Messages of an epoch that this server has not heard of yet."""
         self._norms: dict[int, dict[int, float]] = {}
         """Of the sequencer: by clock and part, the squared norms that have come."""
@@ -219,7 +223,7 @@ class ServerCore:
 
     # --- events ----------------------------------------------------------------------------------------------------
 
-    def handle(self, source: int, message: Message, payload: Array | None, now_s: float) -> list[Action]:
+    def handle(self, source: int, message: ServerMessage, payload: Array | None, now_s: float) -> list[Action]:
         """A member has sent a message."""
         if isinstance(message, NewConfiguration):
             return self.adopt(message.configuration, now_s)
@@ -284,7 +288,7 @@ class ServerCore:
 
     # --- messages of the current epoch -----------------------------------------------------------------------------
 
-    def _handle_current(self, source: int, message: Message, payload: Array | None, now_s: float) -> list[Action]:
+    def _handle_current(self, source: int, message: ServerMessage, payload: Array | None, now_s: float) -> list[Action]:
         actions: list[Action] = []
         if isinstance(message, StagePart | ReplicatePart):
             assert payload is not None

@@ -20,7 +20,7 @@ from ronde.ps.protocol import (
     Committed,
     Finished,
     LeaseGranted,
-    Message,
+    ServerMessage,
     NewConfiguration,
     OutgoingMessage,
     PartStaged,
@@ -100,12 +100,20 @@ class WorkerCore:
         push.unstaged.add(part)
         return [self._stage_message(step, part, gradient)]
 
-    def commit(self, step: int, *, read: bool, leases: Sequence[int] = (), norm: float = 0.0) -> list[OutgoingMessage]:
+    def commit(
+        self,
+        step: int,
+        *,
+        read: bool,
+        leases: Sequence[int] = (),
+        norm: float = 0.0,
+        lrs: Sequence[float] = (),
+    ) -> list[OutgoingMessage]:
         """All parts of the step were given to stage(): commit them when they are staged, and read what follows."""
         push = self._pushes[step]
         assert len(push.gradients) == self._num_parts, "a push has all parts"
         number = self._new_read() if read else 0
-        push.entry = CommitPush(self.rank, 0, step, number, tuple(leases), norm)
+        push.entry = CommitPush(self.rank, 0, step, number, tuple(leases), norm, tuple(lrs))
         return self._submit_staged()
 
     def begin_read(self) -> list[OutgoingMessage]:
@@ -133,7 +141,7 @@ class WorkerCore:
 
     # --- messages --------------------------------------------------------------------------------------------------
 
-    def handle(self, source: int, message: Message, payload: Array | None) -> list[OutgoingMessage]:
+    def handle(self, source: int, message: ServerMessage, payload: Array | None) -> list[OutgoingMessage]:
         """A server has sent a message."""
         self._silent.discard(source)
         if isinstance(message, NewConfiguration):

@@ -32,7 +32,9 @@ class CountingOptimizer:
 
     num_states = 1
 
-    def update(self, part: Part, values: Array, gradient: Array, states: Array, out: Array, step: int) -> None:
+    def update(
+        self, part: Part, values: Array, gradient: Array, states: Array, out: Array, step: int, lr: float | None
+    ) -> None:
         states[0] += gradient  # must stay equal to the values, on all replicas
         np.add(values, gradient, out=out)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ronde.comm.world import World
-from ronde.errors import Mismatch
-from ronde.ps import SGD, Adam, Optimizer, ParameterServer
+from ronde.errors import Mismatch, RondeError
+from ronde.ps import SGD, Adam, GradientNoise, Optimizer, ParameterServer
 from tests.conformance.ranks import run_threads
 
 SHAPES = {"weight": (300, 400), "bias": (7,), "scalar": ()}
@@ -144,6 +144,48 @@ def test_an_optimizer_may_be_written_in_python_and_only_that_of_the_first_rank_c
             assert all((array == 2.0 - 0.875).all() for array in server.parameters.values())
 
     run_threads(2, body)
+
+
+class Failing(SignDescent):
+    def compute(self, values: Any, gradient: Any, states: Any, step: int) -> Any:
+        raise ArithmeticError("no such step")
+
+
+def test_an_optimizer_that_fails_is_an_error_on_all_ranks() -> None:
+    def body(world: World) -> None:
+        server = ParameterServer([np.zeros(7)], Failing(), group=world.group, servers=[1])
+        with pytest.raises(RondeError, match="cannot go on: the server of rank 1 has failed: .*no such step"):
+            server.step([np.ones(7)])
+        world.group.barrier()
+
+    run_threads(2, body)
+
+
+def test_gradients_may_be_staged_one_by_one_and_get_noise_that_depends_on_the_seed_only() -> None:
+    noise = GradientNoise(eta=0.5, gamma=1.0, seed=3)
+
+    def body(world: World) -> list[Any]:
+        results = []
+        for _ in range(2):
+            server = ParameterServer(make_parameters(1.0), SGD(lr=9.0), noise=noise, group=world.group)
+            with server:
+                for name in reversed(SHAPES):
+                    server.stage(name, np.zeros(SHAPES[name], np.float32))
+                with pytest.raises(ValueError, match="the gradient of bias was staged already"):
+                    server.stage("bias", np.zeros(7))
+                with pytest.raises(ValueError, match="give them to one of both"):
+                    server.step(make_parameters(0.0))
+                server.step(lrs=[1.0])
+                server.stage("bias", np.zeros(7))
+                with pytest.raises(ValueError, match="no gradient was given for weight, scalar"):
+                    server.step()
+                results.append(server.parameters["weight"].copy())
+        assert (results[0] == results[1]).all()
+        return results
+
+    weights = run_threads(2, body)[0][0]
+    changes = 1.0 - weights  # the mean of two, each with the variance 0.5
+    assert abs(changes.mean()) < 0.02 and abs(changes.var() - 0.25) < 0.01
 
 
 def test_mistakes_are_named() -> None:
