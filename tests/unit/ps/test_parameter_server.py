@@ -154,7 +154,7 @@ class Failing(SignDescent):
 def test_an_optimizer_that_fails_is_an_error_on_all_ranks() -> None:
     def body(world: World) -> None:
         server = ParameterServer([np.zeros(7)], Failing(), group=world.group, servers=[1])
-        with pytest.raises(RondeError, match="cannot go on: the server of rank 1 has failed: .*no such step"):
+        with pytest.raises(RondeError, match=r"cannot go on: the server of rank 1 has failed: .*no such step"):
             server.step([np.ones(7)])
         world.group.barrier()
 
