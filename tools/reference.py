@@ -90,8 +90,7 @@ def elastic_page() -> Iterator[str]:
 
 def ps_page() -> Iterator[str]:
     yield f"# Names of ronde.ps\n\n{GENERATED}"
-    yield "\nThese are the public names of `ronde.ps`. [Parameter servers](../internals/parameter-server.md) says how they"
-    yield "work."
+    yield "\nThese are the public names of `ronde.ps`. The [guide](../guides/parameter-server.md) shows how to use them."
     yield from _describe_names(ronde.ps)
 
 

@@ -99,8 +99,8 @@ class AsyncOptimizer(Optimizer):
             if name in staged:
                 if gradient is None or staged[name] != (id(gradient), gradient._version):
                     raise ValueError(
-                        f"the gradient of {name} has changed since it was sent in the backward pass; make AsyncOptimizer "
-                        "with overlap=False to clip or accumulate gradients"
+                        f"the gradient of {name} has changed since it was sent in the backward pass; make "
+                        "AsyncOptimizer with overlap=False to clip or accumulate gradients"
                     )
                 continue
             self.server.stage(name, _gradient_array(parameter))

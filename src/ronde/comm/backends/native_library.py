@@ -346,7 +346,6 @@ def update_parameters(
         raise NativeError(status)
 
 
-
 class NativeError(Exception):
     """A status of the library other than OK; the native backend turns it into the error that the caller sees."""
 
