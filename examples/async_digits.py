@@ -2,9 +2,9 @@
 
     ronde run -np 3 python examples/async_digits.py
 
-The last rank is slow: it sleeps in every step. In "sync" mode all ranks wait for it; in "bounded" mode they wait when they
-are four steps ahead; in "async" mode nobody waits, and the slow rank just does fewer of the batches. Every sample is used
-exactly once in an epoch, whoever trains on it.
+The last rank is slow: it sleeps in every step. In "sync" mode all ranks wait for it; in "bounded" mode they wait when
+they are four steps ahead; in "async" mode nobody waits, and the slow rank just does fewer of the batches. Every sample
+is used exactly once in an epoch, whoever trains on it.
 """
 
 import time

@@ -56,9 +56,9 @@ MADE_BY_RONDE = {
 def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
-    yield "[ronde.keras](keras.md), [ronde.elastic](elastic.md), [ronde.ps](ps.md) and [ronde.dash](dash.md) have their"
-    yield "own, and there are pages for what [metrics](metrics.md) and [events](events.md) hold. Everything else may"
-    yield "change without notice."
+    yield "[ronde.keras](keras.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md), [ronde.ps](ps.md) and"
+    yield "[ronde.dash](dash.md) have their own, and there are pages for what [metrics](metrics.md) and"
+    yield "[events](events.md) hold. Everything else may change without notice."
     yield from _describe_names(ronde)
 
 
@@ -82,6 +82,12 @@ def keras_page() -> Iterator[str]:
     yield from _describe_sources("ronde.keras")
 
 
+def mxnet_page() -> Iterator[str]:
+    yield f"# Names of ronde.mxnet\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.mxnet`. The [guide](../guides/mxnet.md) shows how to use them."
+    yield from _describe_sources("ronde.mxnet")
+
+
 def elastic_page() -> Iterator[str]:
     yield f"# Names of ronde.elastic\n\n{GENERATED}"
     yield "\nThese are the public names of `ronde.elastic`. The [guide](../guides/elastic.md) shows how to use them."
@@ -90,7 +96,8 @@ def elastic_page() -> Iterator[str]:
 
 def ps_page() -> Iterator[str]:
     yield f"# Names of ronde.ps\n\n{GENERATED}"
-    yield "\nThese are the public names of `ronde.ps`. The [guide](../guides/parameter-server.md) shows how to use them."
+    yield "\nThese are the public names of `ronde.ps`. The [guide](../guides/parameter-server.md) shows how to use"
+    yield "them."
     yield from _describe_names(ronde.ps)
 
 
@@ -233,9 +240,16 @@ def _parse_module(module: str) -> ast.Module:
 # --- signatures and members -----------------------------------------------------------------------------------------
 
 
+def _own_bases(kind: type) -> list[type]:
+    """A class, and the class of ronde.training that has its members if it only adds a framework's base to it."""
+    return [kind, *(base for base in kind.__mro__[1:] if base.__module__ == "ronde.training.sample_shard")]
+
+
 def _members(kind: type, *, typed: bool = False) -> Iterator[str]:
     """The attributes of a class, then its methods and properties: those that have a docstring, since others are for
     ronde's own modules. Of a class that consists of fields, all fields; if `typed`, with their types and defaults."""
+    for base in _own_bases(kind)[1:]:
+        yield from _members(base, typed=typed)
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
     has_fields = is_dataclass(kind) or issubclass(kind, msgspec.Struct | tuple)
@@ -281,7 +295,7 @@ def _signature(value: object) -> str:
             return ""
         if is_dataclass(value):
             return _constructor(value)
-        value = vars(value).get("__init__")
+        value = next((vars(each)["__init__"] for each in _own_bases(value) if "__init__" in vars(each)), None)
     if not isinstance(value, FunctionType):
         return ""
     node = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
@@ -409,6 +423,7 @@ def pages() -> dict[Path, str]:
         "torch.md": torch_page(),
         "tensorflow.md": tensorflow_page(),
         "keras.md": keras_page(),
+        "mxnet.md": mxnet_page(),
         "elastic.md": elastic_page(),
         "dash.md": dash_page(),
         "ps.md": ps_page(),

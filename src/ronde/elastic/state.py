@@ -29,6 +29,7 @@ FRAMEWORK_BINDINGS = {
     "torch": ("ronde.torch", "state_dict"),
     "keras": ("ronde.keras", "variables"),
     "tensorflow": ("ronde.tensorflow", "assign"),
+    "mxnet": ("ronde.mxnet", "context"),
 }
 """By library, the package that registers parts for its objects when it is imported, and what these objects have."""
 ATOMIC_TYPES = frozenset({bool, bytes, complex, float, int, range, str, type(None)})

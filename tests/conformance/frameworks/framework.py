@@ -13,9 +13,21 @@ from typing import Any, NamedTuple, Protocol
 from ronde.comm.buffers import Array
 from ronde.types import DType
 
-MODULES = {"numpy": "numpy_framework", "torch": "torch_framework", "tensorflow": "tensorflow_framework"}
-MODES = {"numpy": ("eager",), "torch": ("eager",), "tensorflow": ("eager", "function", "graph")}
+MODULES = {
+    "numpy": "numpy_framework",
+    "torch": "torch_framework",
+    "tensorflow": "tensorflow_framework",
+    "mxnet": "mxnet_framework",
+}
+MODES = {
+    "numpy": ("eager",),
+    "torch": ("eager",),
+    "tensorflow": ("eager", "function", "graph"),
+    "mxnet": ("eager", "asynchronous"),
+}
 WITHOUT_TENSORS = frozenset({"numpy"})
+WITHOUT_GRADIENTS = frozenset({"numpy", "mxnet"})
+"""Their collectives have none."""
 
 
 class Value(NamedTuple):
@@ -35,6 +47,8 @@ class Framework(Protocol):
 
     collectives: Any
     """The module with allreduce(), allgather() … on tensors of the framework."""
+    dtypes: tuple[DType, ...]
+    """Those that its tensors can have."""
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         """The tensors that a function of tensors returns, in a list or alone."""

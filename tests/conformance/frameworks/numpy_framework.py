@@ -17,6 +17,7 @@ class NumpyFramework:
     """Functions are called with arrays."""
 
     collectives = ronde
+    dtypes = tuple(DType)
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         given = [Bfloat16View(each.array) if each.dtype is DType.BFLOAT16 else each.array for each in inputs]

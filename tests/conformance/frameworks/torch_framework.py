@@ -16,6 +16,7 @@ class TorchFramework:
     """Functions are called with tensors."""
 
     collectives = ronde.torch
+    dtypes = tuple(DType)
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         found = function(*map(_as_tensor, inputs))

@@ -21,6 +21,7 @@ RONDE_RUN = (
     "run",
 )
 """`ronde run`, whatever files the working directory has."""
+QUICK_END = ("--grace", "0.5", "--terminate", "0.5")
 
 RONDE = "ronde"
 HOROVOD = "hvd"
@@ -28,6 +29,8 @@ HOROVOD = "hvd"
 LOCKSTEP = "lockstep"
 MWMS = "mwms"
 """MultiWorkerMirroredStrategy of TensorFlow."""
+KVSTORE = "kvstore"
+"""The distributed kvstore of MXNet, dist_sync."""
 ALL_PEERS = "gloo,mpi,hvd"
 CHECK_TIMEOUT_S = 60.0
 
@@ -73,7 +76,7 @@ class MeasuredLibrary:
     python: str = sys.executable
     mpiexec: str = ""
     framework: str = ""
-    """What trains, if it is not PyTorch: tensorflow or keras."""
+    """What trains, if it is not PyTorch: tensorflow, keras or mxnet."""
 
     def commands(self, size: int) -> list[tuple[str, ...]]:
         """Start so many ranks: with `ronde run`, with mpiexec, or as plain processes on the loopback interface."""
@@ -81,8 +84,9 @@ class MeasuredLibrary:
         if self.framework == "tensorflow":
             program = ("env", "KERAS_BACKEND=tensorflow", *program)  # its layers are those of Keras
         if self.library in (RONDE, HOROVOD, LOCKSTEP):
-            flags = ("-np", str(size), "--grace", "0.5", "--terminate", "0.5")
-            return [(*ONE_THREAD, *RONDE_RUN, *flags, "--", *program)]
+            return [(*ONE_THREAD, *RONDE_RUN, "-np", str(size), *QUICK_END, "--", *program)]
+        if self.library == KVSTORE:
+            return [(*ONE_THREAD, *RONDE_RUN, "-np", str(size), "--dmlc", *QUICK_END, "--", *program)]
         if self.mpiexec:
             return [(*ONE_THREAD, *OPEN_MPI_SETTINGS, self.mpiexec, "-n", str(size), *program)]
         env = (*ONE_THREAD, "GLOO_SOCKET_IFNAME=lo")
