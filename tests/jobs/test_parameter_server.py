@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ronde.settings import Settings
-from tests.jobs.kit import LocalRanks, start_ranks
-from tests.limits import promised_s
+from tests.commands import PROGRAMS, ROOT, run_command
+from tests.jobs.kit import LocalRanks, script, start_ranks
+from tests.limits import PATIENCE_S, promised_s
 
 SETTINGS = Settings(stall_s=0.0)
 NUM_SAMPLES = 24_000
@@ -104,3 +105,13 @@ def test_a_server_that_was_stopped_is_refused_when_it_wakes(victim: int) -> None
         assert ranks.wait() == [0] * 5
     for report in (*trained.values(), *closed.values()):
         assert victim not in report["servers"]
+
+
+def test_an_elastic_job_of_ronde_run_goes_on_when_a_rank_is_killed() -> None:
+    """A process that is started in the place of the lost one is refused, and does not train by itself."""
+    command = [str(PROGRAMS / "ronde"), "run", "-np", "3", "--min-np", "1", *script("parameter_server_run")]
+    done = run_command(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, limit_s=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker 1 is lost: killed by signal 9 (SIGKILL)" in done.stderr
+    assert done.stdout.count("exact: True") >= 1 and "exact: False" not in done.stdout
+    assert "round 1" not in done.stderr

@@ -21,7 +21,7 @@ import numpy as np
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.mailbox import MailboxMessage
-from ronde.comm.world import resolve_group
+from ronde.comm.world import current_world, is_initialized, resolve_group
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.ps.leases import Lease
 from ronde.ps.optimizers import GradientNoise, Optimizer
@@ -93,6 +93,11 @@ class ParameterServer:
         suspect_s: float = SUSPECT_S,
         group: Group | None = None,
     ) -> None:
+        if is_initialized() and current_world().is_candidate:
+            raise RondeError(
+                "this process has come to an elastic job that is under way, and a parameter server takes no further "
+                "ranks; the others go on without it"
+            )
         self._group = resolve_group(group)
         assert self._group.rank is not None
         self.rank = self._group.ranks[self._group.rank]
@@ -222,6 +227,8 @@ class ParameterServer:
                 sends = self._worker.leave()
             self._send(sends)
         self.serve()
+        if is_initialized() and current_world().joined_round.is_elastic:
+            current_world().control_thread.finish()  # all have: nobody has to be started for those that were lost
         self._mailbox.close()
 
     def __enter__(self) -> ParameterServer:
