@@ -42,6 +42,8 @@ class BeginRead(LogEntry, frozen=True):
     """The worker wants to read the parameters. It replaces a read of the worker that waits."""
 
     read: int
+    with_states: bool = False
+    """Whether it wants the states of the optimizer, too."""
 
 
 class TakeLease(LogEntry, frozen=True):
@@ -111,6 +113,7 @@ class SendParts(NamedTuple):
     worker: int
     read: int
     version: int
+    with_states: bool
 
 
 class ReplyCommitted(NamedTuple):
@@ -150,15 +153,18 @@ STATE_CHANGES = (Update, MeasureNorm, DropStaged)
 class LogState:
     """What the log says so far. apply() is the only thing that changes it."""
 
-    def __init__(self, settings: StalenessSettings, workers: Iterable[int], *, clips: bool = False) -> None:
-        """`clips` says that gradients are clipped, so that the norm of a mean has to be known before its update."""
+    def __init__(
+        self, settings: StalenessSettings, workers: Iterable[int], *, clips: bool = False, version: int = 0
+    ) -> None:
+        """`clips` says that gradients are clipped, so that the norm of a mean has to be known before its update.
+        `version` is that of the first values."""
         self._clips = clips
         self.measuring: dict[int, MeasureNorm] = {}
         """SYNC: by clock, the means whose norm is being measured. Reads wait for them."""
         self.clocks = Clocks(settings, workers)
         self.leases = LeaseTable()
         self.position = 0
-        self.version = 0
+        self.version = version
         self.last_requests = dict.fromkeys(self.clocks.clocks, 0)
         """By worker, also of those that are gone."""
         self.steps = dict.fromkeys(self.clocks.clocks, 0)
@@ -167,13 +173,13 @@ class LogState:
         """By worker, of its last push."""
         self.last_replies: dict[tuple[int, type[LogEntry]], Reply] = {}
         """By worker and kind of entry, so that one can be sent again."""
-        self._versions_read = dict.fromkeys(self.clocks.clocks, 0)
+        self._versions_read = dict.fromkeys(self.clocks.clocks, version)
         self._contributions: dict[int, dict[int, CommitPush]] = {}
         """SYNC: by clock and worker, pushes that are not in an update yet."""
         self._ended_epoch = -1
         """The last epoch of samples that is over."""
-        self._reads: dict[int, int] = {}
-        """By worker, the read that waits, in the order in which they came."""
+        self._reads: dict[int, tuple[int, bool]] = {}
+        """By worker, the read that waits, and whether it is one of states as well, in the order in which they came."""
         self._lease_requests: dict[int, TakeLease] = {}
         """By worker, those that wait until samples come back or the epoch is over."""
 
@@ -207,7 +213,7 @@ class LogState:
         if isinstance(entry, CommitPush):
             effects += self._push(entry, record.time_s)
         elif isinstance(entry, BeginRead):
-            self._begin_read(entry.worker, entry.read, record.time_s)
+            self._begin_read(entry.worker, entry.read, record.time_s, entry.with_states)
         elif isinstance(entry, TakeLease):
             effects += self._take_lease(entry)
         else:
@@ -273,9 +279,9 @@ class LogState:
         self.clocks.align()
         return self._complete_steps()
 
-    def _begin_read(self, worker: int, read: int, now_s: float) -> None:
+    def _begin_read(self, worker: int, read: int, now_s: float, with_states: bool = False) -> None:
         self._reads.pop(worker, None)
-        self._reads[worker] = read
+        self._reads[worker] = (read, with_states)
         self.clocks.begin_wait(worker, now_s)
 
     def _answer_reads(self, effects: list[Effect], now_s: float) -> list[Effect]:
@@ -283,7 +289,8 @@ class LogState:
         answered: list[Effect] = []
         ready = [] if self.measuring else [worker for worker in self._reads if self.clocks.may_begin(worker)]
         for worker in ready:
-            answered.append(SendParts(worker, self._reads.pop(worker), self.version))
+            read, with_states = self._reads.pop(worker)
+            answered.append(SendParts(worker, read, self.version, with_states))
             self._versions_read[worker] = self.version
             self.clocks.end_wait(worker, now_s)
         num_updates = sum(isinstance(effect, STATE_CHANGES) for effect in effects)

@@ -75,6 +75,7 @@ class ParameterServer:
     each part of the parameters is on two servers, and no update is lost when one of them is. `clip_norm` scales
     gradients down whose global norm is larger. `groups` gives tensors other options of the optimizer by name: they are
     in the group with this number. `noise` is added to all gradients.
+    `state` is what state_dict() of another parameter server has returned: the first rank's goes on from there.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class ParameterServer:
         clip_norm: float = 0.0,
         groups: Mapping[str, int] | None = None,
         noise: GradientNoise | None = None,
+        state: Mapping[str, Any] | None = None,
         suspect_s: float = SUSPECT_S,
         group: Group | None = None,
     ) -> None:
@@ -109,7 +111,11 @@ class ParameterServer:
         """The arrays, by name."""
         self._flat = [array.reshape(-1) for array in self.parameters.values()]
         self._indices = {name: index for index, name in enumerate(self.parameters)}
-        setup, configuration = self._agree(optimizer, mode, staleness, servers, workers, replicate, clip_norm, groups)
+        self._first_states: dict[str, Array] = {} if state is None else self._load_state(state)
+        version = 0 if state is None else int(state["version"])
+        setup, configuration = self._agree(
+            optimizer, mode, staleness, servers, workers, replicate, clip_norm, groups, version
+        )
         self.mode = setup.staleness.mode.value
         self.is_worker = self.rank in setup.workers
         """Whether this rank trains."""
@@ -197,6 +203,32 @@ class ParameterServer:
         self._wait_until(self._has_read, "a read of the parameters")
         return self._take_read()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters and the states of the optimizer, all of one version, as arrays by name: what is needed to go
+        on with training later, also on another number of servers (the argument `state`). Called by one worker or
+        several, whenever they like; `parameters` are not changed.
+        """
+        self._check_worker()
+        with self._changed:
+            sends = self._worker.begin_read(with_states=True)
+        self._send(sends)
+        self._wait_until(self._has_read, "a read of the parameters and their states")
+        with self._changed:
+            read = self._worker.read
+            assert read is not None
+            parts, read.values = read.values, {}
+        num_states = self._setup.optimizer.num_states
+        values = {name: np.empty_like(array) for name, array in self.parameters.items()}
+        states = {name: np.empty((num_states, *each.shape), each.dtype) for name, each in self.parameters.items()}
+        flat_values = [array.reshape(-1) for array in values.values()]
+        for index, copy in parts.items():
+            part = self._setup.parts[index]
+            rows = copy.reshape(1 + num_states, part.size)
+            part.scatter(rows[0], flat_values)
+            for number in range(num_states):
+                part.scatter(rows[1 + number], [each.reshape(num_states, -1)[number] for each in states.values()])
+        return {"version": read.version, "parameters": values, "optimizer": states}
+
     def samples(self, num_samples: int, batch_size: int, *, epoch: int = 0) -> Iterator[Array]:
         """Yield indices of samples to train on, batch_size at a time, until every sample of the epoch is used.
 
@@ -254,6 +286,7 @@ class ParameterServer:
         replicate: bool,
         clip_norm: float,
         groups: Mapping[str, int] | None,
+        version: int,
     ) -> tuple[ServerSetup, Configuration]:
         """What all members have to know alike. Raises Mismatch on all of them if they differ."""
         ranks = self._group.ranks
@@ -278,17 +311,19 @@ class ParameterServer:
         if any(each != described[0] for each in described):
             answers = {rank: _describe(each) for rank, each in zip(ranks, described, strict=True)}
             raise Mismatch(f"ranks disagree on a parameter server: {format_rank_answers(answers)}")
-        agreed: Optimizer = objects.broadcast(optimizer, root=ranks[0], group=self._group)
+        agreed: Optimizer
+        agreed, version = objects.broadcast((optimizer, version), root=ranks[0], group=self._group)
         parts = cut_into_parts(tensors, len(server_ranks), keep_whole=agreed.needs_whole_tensors)
-        setup = ServerSetup(parts, tuple(sorted(worker_ranks)), settings, agreed, clip_norm)
+        setup = ServerSetup(parts, tuple(sorted(worker_ranks)), settings, agreed, clip_norm, version)
         return setup, make_configuration(parts, server_ranks, replicate=replicate)
 
     def _load(self, configuration: Configuration) -> None:
         """The first rank gives the servers the first values; all workers read them."""
         if self.rank == self._group.ranks[0]:
+            states = self._flatten_first_states()
             for index, part in enumerate(self._setup.parts):
-                states = np.zeros(self._setup.optimizer.num_states * part.size, part.dtype)
-                copy = np.concatenate([part.gather(self._flat), states])
+                rows = [part.gather(self._flat), *(part.gather(flat) for flat in states)]
+                copy = np.concatenate(rows)
                 for to in configuration.replicas_of(index):
                     self._mailbox.post(to, encode(PartCopy(1, index, 0, {})), copy)
         if self._server is not None:
@@ -301,6 +336,33 @@ class ParameterServer:
         self._group.barrier()
         if self.is_worker:
             self.pull()
+
+    def _load_state(self, state: Mapping[str, Any]) -> dict[str, Array]:
+        """Write the parameters of a state to this rank's, and return its states of the optimizer."""
+        given = state["parameters"]
+        if given.keys() != self.parameters.keys():
+            differ = sorted(given.keys() ^ self.parameters.keys())
+            raise ValueError(f"state must have the names of the parameters; these differ: {', '.join(differ)}")
+        for name, array in self.parameters.items():
+            array[...] = given[name]
+        return dict(state["optimizer"])
+
+    def _flatten_first_states(self) -> list[list[Array]]:
+        """By state of the optimizer and tensor, its first elements: zeros, unless a state was given."""
+        num_states = self._setup.optimizer.num_states
+        flattened: list[list[Array]] = []
+        for number in range(num_states):
+            flat = []
+            for name, array in self.parameters.items():
+                rows = self._first_states.get(name, np.zeros((num_states, *array.shape), array.dtype))
+                if rows.shape != (num_states, *array.shape):
+                    raise ValueError(
+                        f"state has another optimizer: {len(rows)} arrays for {name}, {num_states} are needed"
+                    )
+                flat.append(np.ascontiguousarray(rows[number], array.dtype).reshape(-1))
+            flattened.append(flat)
+        self._first_states = {}
+        return flattened
 
     # --- what a worker does ----------------------------------------------------------------------------------------
 

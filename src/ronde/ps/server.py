@@ -80,6 +80,8 @@ class ServerSetup:
     optimizer: PartOptimizer
     clip_norm: float = 0.0
     """If not 0, gradients whose global norm is larger are scaled down to it."""
+    version: int = 0
+    """Of the first values: the number of updates in them."""
 
 
 class Propose(NamedTuple):
@@ -160,8 +162,9 @@ class PartReplica:
         total *= np.asarray(1.0 / len(contributions), total.dtype)
         return total
 
-    def share(self) -> Array | None:
+    def share(self) -> Array:
         """The values, for a message. They are not changed any more."""
+        assert self.values is not None
         self._is_shared = True
         return self.values
 
@@ -195,7 +198,7 @@ class ServerCore:
         """Why nothing can go on: parts are lost."""
         self._setup = setup
         clips = bool(setup.clip_norm) and setup.staleness.mode is Mode.SYNC
-        self.state = LogState(setup.staleness, setup.workers, clips=clips)
+        self.state = LogState(setup.staleness, setup.workers, clips=clips, version=setup.version)
         self._members = tuple(sorted({*setup.workers, *configuration.servers}))
         self.log = LogReplica(rank, configuration, self._members, self.state)
         self.replicas: dict[int, PartReplica] = {
@@ -408,10 +411,11 @@ class ServerCore:
         return [*self.log.submit(RecordNorm(NO_WORKER, 0, message.clock, norm), now_s)]
 
     def _send_part(self, index: int, read: SendParts) -> list[Action]:
-        values = self.replicas[index].share()
-        if values is None:
+        replica = self.replicas[index]
+        if replica.values is None:
             self._held_reads.setdefault(index, []).append(read)
             return []
+        values = replica.make_copy() if read.with_states else replica.share()
         message = PartValues(self.configuration.epoch, read.read, index, read.version)
         return [OutgoingMessage(read.worker, message, values)]
 

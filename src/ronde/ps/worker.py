@@ -53,6 +53,8 @@ class PendingRead:
 
     number: int
     missing: set[int]
+    with_states: bool = False
+    """Whether the values of a part are followed by the states of the optimizer."""
     version: int = -1
     values: dict[int, Array] = field(default_factory=dict)
 
@@ -116,9 +118,9 @@ class WorkerCore:
         push.entry = CommitPush(self.rank, 0, step, number, tuple(leases), norm, tuple(lrs))
         return self._submit_staged()
 
-    def begin_read(self) -> list[OutgoingMessage]:
+    def begin_read(self, *, with_states: bool = False) -> list[OutgoingMessage]:
         """Read the parameters without a push."""
-        return [self._submit(BeginRead(self.rank, 0, self._new_read()))]
+        return [self._submit(BeginRead(self.rank, 0, self._new_read(with_states), with_states))]
 
     def take_lease(self, epoch: int, num_samples: int, count: int) -> tuple[int, list[OutgoingMessage]]:
         """Ask for samples. Return the number of the request, under which `leases` gets them."""
@@ -209,9 +211,9 @@ class WorkerCore:
         message = StagePart(self.configuration.epoch, self.rank, step, part)
         return OutgoingMessage(self.configuration.primaries[part], message, gradient)
 
-    def _new_read(self) -> int:
+    def _new_read(self, with_states: bool = False) -> int:
         self._last_read += 1
-        self.read = PendingRead(self._last_read, set(range(self._num_parts)))
+        self.read = PendingRead(self._last_read, set(range(self._num_parts)), with_states)
         return self._last_read
 
     def _submit(self, entry: Entry) -> OutgoingMessage:
@@ -246,6 +248,7 @@ class WorkerCore:
             for step, push in sorted(self._pushes.items())
             for part in sorted(push.unstaged)
         ]
+        with_states = self.read is not None and self.read.with_states
         reads_again = self.read is not None and bool(self.read.missing)
         waiting_push = next((push for push in self._pushes.values() if push.entry and not push.entry.request), None)
         submitted, self._submitted = self._submitted, {}
@@ -257,5 +260,5 @@ class WorkerCore:
             self._submitted[request] = entry
             sends.append(self._submit_message(entry))
         if reads_again and not (waiting_push is not None and waiting_push.entry and waiting_push.entry.read):
-            sends += self.begin_read()
+            sends += self.begin_read(with_states=with_states)
         return sends

@@ -122,6 +122,28 @@ def test_the_global_norm_of_an_update_is_clipped(mode: str) -> None:
     run_threads(3, body)
 
 
+def test_training_goes_on_from_a_state_on_another_number_of_servers() -> None:
+    def train(world: World, steps: int, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        first = make_parameters(4.0 + world.rank, "float64")
+        with ParameterServer(first, Adam(lr=0.1), group=world.group, **options) as server:
+            for _ in range(steps):
+                server.step(gradients_of(server, world.rank))
+            state = server.state_dict()
+            assert state["version"] == server.version
+            assert all((state["parameters"][name] == array).all() for name, array in server.parameters.items())
+            return state, server.parameters
+
+    def body(world: World) -> None:
+        state, _ = train(world, 3)
+        _, resumed = train(world, 3, servers=[1], state=state)
+        _, whole = train(world, 6)
+        assert all((resumed[name] == whole[name]).all() for name in SHAPES)
+        with pytest.raises(ValueError, match="state must have the names of the parameters; these differ: 0, bias"):
+            ParameterServer([np.zeros(3)], Adam(), state=state, group=world.group)
+
+    run_threads(3, body)
+
+
 class SignDescent(Optimizer):
     """An optimizer of a user."""
 
