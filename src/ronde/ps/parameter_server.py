@@ -497,7 +497,7 @@ class ParameterServer:
                     self._changed.notify_all()
                 self._send(sends)
             if self._server is not None and not is_for_workers:
-                self._carry_out(self._server.handle(source, decoded, payload, time.monotonic()))
+                self._carry_out(self._server.handle(source, decoded, payload, time.time()))
         except BaseException as error:
             self._fail(error)
             raise
@@ -507,7 +507,7 @@ class ParameterServer:
         logger.info("rank %d: rank %d is gone (%s)", self.rank, rank, why)
         if self._server is not None:
             try:
-                self._carry_out(self._server.member_lost(rank, time.monotonic()))
+                self._carry_out(self._server.member_lost(rank, time.time()))
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -542,7 +542,7 @@ class ParameterServer:
         key = f"{self._mailbox.name} epoch {configuration.epoch}"
         decided = msgspec.msgpack.decode(self._group.decide(key, encode(configuration)), type=Configuration)
         logger.info("rank %d: servers %s from epoch %d on", self.rank, decided.servers, decided.epoch)
-        self._carry_out(self._server.adopt(decided, time.monotonic()))
+        self._carry_out(self._server.adopt(decided, time.time()))
         with self._changed:
             message = NewConfiguration(decided.epoch, decided)
             sends = self._worker.handle(self.rank, message, None)

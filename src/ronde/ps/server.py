@@ -216,8 +216,10 @@ class ServerCore:
         """Of the sequencer: by clock and part, the squared norms that have come."""
         self._finished_epoch = 0
         """In which this server, as the sequencer, has last told the members that all workers have left."""
+        self._lost: set[int] = set()
+        """Members that are gone."""
         self._suspected: set[int] = set()
-        """Servers that are lost, or that a worker has waited for in vain."""
+        """Servers that are gone, or that a worker has waited for in vain."""
 
     @property
     def is_ready(self) -> bool:
@@ -253,6 +255,7 @@ class ServerCore:
             actions += self.log.worker_lost(rank, now_s)
             actions += self._apply_log()
         if rank in self.configuration.servers:
+            self._lost.add(rank)
             self._suspected.add(rank)
             actions += self._propose()
         return actions
@@ -427,15 +430,20 @@ class ServerCore:
 
     def _propose(self) -> list[Action]:
         """Propose a configuration without the servers that are lost, if this server is the first of the others."""
-        lost = self._suspected.intersection(self.configuration.servers)
-        living = [rank for rank in self.configuration.servers if rank not in lost]
-        if not lost or not living or living[0] != self.rank:
+        without = self._suspected.intersection(self.configuration.servers)
+        living = [rank for rank in self.configuration.servers if rank not in without]
+        if not without or not living or living[0] != self.rank:
             return []
         try:
-            return [Propose(remove_servers(self.configuration, lost, self._setup.parts))]
+            return [Propose(remove_servers(self.configuration, without, self._setup.parts))]
         except PartsLost as error:
-            ranks = " and ".join(str(rank) for rank in sorted(lost))
-            return self._fail(f"{len(error.parts)} parts of the parameters were only on rank {ranks}, which is gone")
+            if without <= self._lost:
+                ranks = " and ".join(str(rank) for rank in sorted(without))
+                reason = f"{len(error.parts)} parts of the parameters were only on rank {ranks}, which is gone"
+                return self._fail(reason)
+        # Who only does not answer cannot be spared: it is waited for.
+        self._suspected &= self._lost
+        return self._propose()
 
     def _fail(self, reason: str) -> list[Action]:
         self.failure = reason

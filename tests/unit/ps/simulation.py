@@ -109,6 +109,7 @@ class Simulation:
         num_parts: int = 3,
         batch: int = 2,
         clip_norm: float = 0.0,
+        replicate: bool = True,
     ) -> None:
         self.schedule = schedule
         self.mode = mode
@@ -117,7 +118,7 @@ class Simulation:
         self.setup = ServerSetup(
             self.parts, tuple(workers), StalenessSettings(mode, staleness), CountingOptimizer(), clip_norm
         )
-        configuration = make_configuration(self.parts, servers)
+        configuration = make_configuration(self.parts, servers, replicate=replicate)
         self.ranks = sorted({*workers, *servers})
         self.servers = {rank: ServerCore(rank, self.setup, configuration) for rank in servers}
         self.workers = {

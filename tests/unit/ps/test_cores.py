@@ -135,3 +135,20 @@ def test_parts_without_a_living_replica_are_reported(mode: Mode) -> None:
     simulation.kill(3)
     simulation.run()
     assert not any(worker.is_done for worker in simulation.live_workers)
+
+
+def test_a_server_that_does_not_answer_is_waited_for_if_nobody_else_has_its_parts() -> None:
+    simulation = Simulation(random.Random(1), workers=(0, 1), servers=(2, 3), replicate=False)
+    simulation.run_until_ready()
+    simulation.stopped.add(3)
+    simulation.suspect(3)
+    simulation.run()
+    assert not any(server.failure for server in simulation.servers.values())
+    simulation.stopped.clear()
+    simulation.run()
+    check_end(simulation)
+    simulation = Simulation(random.Random(1), workers=(0, 1), servers=(2, 3), replicate=False)
+    simulation.run_until_ready()
+    simulation.kill(3)
+    simulation.run()
+    assert all("which is gone" in worker.core.failure for worker in simulation.live_workers)
