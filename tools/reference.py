@@ -46,6 +46,7 @@ MADE_BY_RONDE = {
     "RunHistory",
     "ShardedArrays",
     "ShardedDataset",
+    "ShardedTree",
     "StatePart",
     "TensorWork",
     "Work",
@@ -56,9 +57,9 @@ MADE_BY_RONDE = {
 def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
-    yield "[ronde.keras](keras.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md), [ronde.ps](ps.md) and"
-    yield "[ronde.dash](dash.md) have their own, and there are pages for what [metrics](metrics.md) and"
-    yield "[events](events.md) hold. Everything else may change without notice."
+    yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md),"
+    yield "[ronde.ps](ps.md) and [ronde.dash](dash.md) have their own, and there are pages for what"
+    yield "[metrics](metrics.md) and [events](events.md) hold. Everything else may change without notice."
     yield from _describe_names(ronde)
 
 
@@ -80,6 +81,12 @@ def keras_page() -> Iterator[str]:
     yield f"# Names of ronde.keras\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde.keras`. The [guide](../guides/keras.md) shows how to use them."
     yield from _describe_sources("ronde.keras")
+
+
+def jax_page() -> Iterator[str]:
+    yield f"# Names of ronde.jax\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.jax`. The [guide](../guides/jax.md) shows how to use them."
+    yield from _describe_sources("ronde.jax")
 
 
 def mxnet_page() -> Iterator[str]:
@@ -177,14 +184,22 @@ def _describe_definition(name: str, module: str, original: str) -> Iterator[str]
         yield f"```python\n{name}{signature}\n```\n"
     yield ast.get_docstring(node) or ""
     if isinstance(node, ast.ClassDef):
-        yield from _source_members(node)
-        imported = _find_imports(_parse_module(module))
-        for base in node.bases:  # what ronde's own base classes, which users do not see, have for them
-            origin, _ = imported.get(ast.unparse(base), ("", ""))
-            if origin.startswith("ronde."):
-                inherited = _find_definition(origin, ast.unparse(base))
-                assert isinstance(inherited, ast.ClassDef)
-                yield from _source_members(inherited)
+        yield from _all_source_members(node, module)
+
+
+def _all_source_members(node: ast.ClassDef, module: str) -> Iterator[str]:
+    """Its own members, and what ronde's own base classes, which users do not see, have for them."""
+    yield from _source_members(node)
+    tree = _parse_module(module)
+    imported = _find_imports(tree)
+    here = {each.name for each in tree.body if isinstance(each, ast.ClassDef)}
+    for base in node.bases:
+        name = ast.unparse(base)
+        origin = module if name in here else imported.get(name, ("", ""))[0]
+        if origin.startswith("ronde."):
+            inherited = _find_definition(origin, name)
+            assert isinstance(inherited, ast.ClassDef)
+            yield from _all_source_members(inherited, origin)
 
 
 def _source_members(kind: ast.ClassDef) -> Iterator[str]:
@@ -423,6 +438,7 @@ def pages() -> dict[Path, str]:
         "torch.md": torch_page(),
         "tensorflow.md": tensorflow_page(),
         "keras.md": keras_page(),
+        "jax.md": jax_page(),
         "mxnet.md": mxnet_page(),
         "elastic.md": elastic_page(),
         "dash.md": dash_page(),

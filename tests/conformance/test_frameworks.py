@@ -5,6 +5,8 @@ numpy, torch         ronde's own functions, and those of ronde.torch
 tensorflow           eager, in tf.function and in graphs of sessions, with native kernels
 tensorflow-python    the same operations through Python on all ranks
 tensorflow-mixed     native kernels on rank 0, Python on the others
+jax                  outside and inside of jit, with native handlers
+jax-python, -mixed   as those of TensorFlow
 mxnet                blocking, and in MXNet's engine
 mxnet-python         asynchronous operations through Python on all ranks
 mxnet-mixed          in MXNet's engine on rank 0, through Python on the others
@@ -33,6 +35,7 @@ TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
 MXNET = ROOT / ".venv-mxnet/bin/python"
 TENSORFLOW_2_20 = ROOT / ".venv-tensorflow-2.20/bin/python"
 NATIVE, PYTHON = (["env", f"RONDE_TENSORFLOW_OPS={ops}"] for ops in ("native", "python"))
+JAX_NATIVE, JAX_PYTHON = (["env", f"RONDE_JAX_OPS={ops}", "NPROC=1"] for ops in ("native", "python"))
 MXNET_NATIVE, MXNET_PYTHON = (["env", f"RONDE_MXNET_OPS={ops}"] for ops in ("native", "python"))
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -54,6 +57,9 @@ JOBS = {
     "tensorflow": FrameworkJob("tensorflow", 2, TENSORFLOW),
     "tensorflow-python": FrameworkJob("tensorflow", 2, TENSORFLOW, {0: PYTHON, 1: PYTHON}, ("function", "graph")),
     "tensorflow-mixed": FrameworkJob("tensorflow", 2, TENSORFLOW, {0: NATIVE, 1: PYTHON}, ("function", "graph")),
+    "jax": FrameworkJob("jax", 2, TENSORFLOW, {0: JAX_NATIVE, 1: JAX_NATIVE}),
+    "jax-python": FrameworkJob("jax", 2, TENSORFLOW, {0: JAX_PYTHON, 1: JAX_PYTHON}, ("jit",)),
+    "jax-mixed": FrameworkJob("jax", 2, TENSORFLOW, {0: JAX_NATIVE, 1: JAX_PYTHON}, ("jit",)),
     "mxnet": FrameworkJob("mxnet", 2, MXNET),
     "mxnet-python": FrameworkJob("mxnet", 2, MXNET, {0: MXNET_PYTHON, 1: MXNET_PYTHON}, ("asynchronous",)),
     "mxnet-mixed": FrameworkJob("mxnet", 2, MXNET, {0: MXNET_NATIVE, 1: MXNET_PYTHON}, ("asynchronous",)),

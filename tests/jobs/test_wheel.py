@@ -75,7 +75,8 @@ def test_one_wheel_serves_every_python(wheel: Path) -> None:
 def test_the_wheel_has_the_library_and_the_types_and_nothing_of_the_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"ronde/__init__.py", "ronde/libronde.so", "ronde/py.typed"} <= set(names)
-    assert {"ronde/tensorflow/libronde_tensorflow.so", "ronde/mxnet/libronde_mxnet.so"} <= set(names)
+    libraries = {f"ronde/{each}/libronde_{each}.so" for each in ("jax", "mxnet", "tensorflow")}
+    assert libraries <= set(names)
     assert sys.version_info < (3, 11) or "ronde/comm/backends/hot_calls.abi3.so" in names
     uplot = {f"ronde/dash/vendor/uplot/{name}" for name in ("uPlot.iife.min.js", "uPlot.min.css", "LICENSE")}
     assert uplot | {"ronde/dash/static/report.js", "ronde/dash/static/report.css"} <= set(names)

@@ -1,7 +1,7 @@
 """How the gradients of a Keras optimizer are averaged over ranks, on each of Keras' backends.
 
 torch        after the backward pass, in place, one operation per dtype (ronde.torch.gradients)
-jax          one ordered callback to the host, also inside of jit (ronde.jax.gradients)
+jax          one operation per dtype, also inside of jit (ronde.jax.gradients)
 tensorflow   buckets in the graph, which travel while the backward pass runs (ronde.tensorflow.gradients)
 """
 

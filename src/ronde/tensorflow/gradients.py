@@ -92,7 +92,9 @@ def reduce_gradients(
         for index, each in zip(dense, _reduce_dense(reduction, [prepared[i] for i in dense]), strict=True):
             results[index] = each
     elif slices:  # they only gather: find out whether the members have the same ones and combine them alike
-        agreed = _reduce_dense(reduction._replace(names=("agreement",)), [tf.zeros([1])])
+        with tf.control_dependencies([prepared[index].values for index in slices]):  # which may not be finite
+            probe = tf.identity(tf.zeros([1]))
+        agreed = _reduce_dense(reduction._replace(names=("agreement",)), [probe])
         for index in slices:
             prepared[index] = _after_agreement(prepared[index], agreed)
     for index in slices:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from ronde.comm.call import Memory
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
 from ronde.observe.metrics import Counts
-from ronde.training.graph_operations import UNKNOWN, GraphOperation
+from ronde.training.graph_operations import UNKNOWN, GraphOperation, JobHandle
 from ronde.training.native_self_test import find_problem_by_test
 from ronde.types import DType
 
@@ -112,20 +111,14 @@ class KernelJob:
             view.submitted_ns,
             tuple(row.description.decode(errors="replace") for row in rows),
         )
-        self.keeps_memory = True
         self.has_ended = False
         """Whether the kernel has ended, well or with an error."""
         self._library = library
-        self._lock = threading.Lock()
-        self._handle: int | None = view.job
-        """None when the job is freed."""
-        self._is_free = False
-        self._num_users = 0
-        """Threads that use the handle: the last of them frees it, after free()."""
+        self._handle = JobHandle(view.job, library.ronde_tf_free_job)
 
     def finish(self, results: Sequence[Any] = ()) -> None:
         """End the kernel well. `results` are the arrays of those outputs that the kernel has not allocated."""
-        with self._using_handle() as handle:
+        with self._handle.use() as handle:
             if handle is None:
                 return
             for index, result in enumerate(results):
@@ -140,38 +133,19 @@ class KernelJob:
 
     def fail(self, text: str, code: int) -> None:
         """End the kernel with an error, unless it has ended. Its memory stays until free()."""
-        with self._using_handle() as handle:
+        with self._handle.use() as handle:
             if handle is not None:
                 self.has_ended = True
                 self._library.ronde_tf_fail(handle, code, text.encode(errors="replace"))
 
     def start_on(self, channel: int | None, num_members: int, timeout_s: float, algorithm: int) -> None:
         """Start the bucket on this rd_channel; None if its group has one member. Frees the job."""
-        with self._lock:
-            handle, self._handle = self._handle, None
+        handle = self._handle.take()
         if handle is not None:
             self._library.ronde_tf_start_on(handle, channel, num_members, timeout_s, algorithm)
 
     def free(self) -> None:
-        with self._using_handle(), self._lock:
-            self._is_free = True
-
-    @contextmanager
-    def _using_handle(self) -> Iterator[int | None]:
-        """The handle, which is valid meanwhile; None after free()."""
-        with self._lock:
-            handle = None if self._is_free else self._handle
-            self._num_users += 1
-        try:
-            yield handle
-        finally:
-            with self._lock:
-                self._num_users -= 1
-                freed = None
-                if self._is_free and not self._num_users:
-                    freed, self._handle = self._handle, None
-            if freed is not None:
-                self._library.ronde_tf_free_job(freed)
+        self._handle.free()
 
 
 class OpLibrary:

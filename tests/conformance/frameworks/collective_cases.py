@@ -104,6 +104,11 @@ def raises(framework: Framework, kinds: type[Exception] | tuple[type[Exception],
         raise AssertionError(f"nothing was raised, expected was {kinds}")
 
 
+def uneven(framework: Framework, rank: int) -> int:
+    """How many rows more than others a rank gives, where members may differ."""
+    return 0 if framework.fixed_shapes else rank
+
+
 def total_of_ranks() -> int:
     """The sum of all ranks, each plus 1."""
     return ronde.size() * (ronde.size() + 1) // 2
@@ -245,27 +250,43 @@ def everybody_gets_the_same_bits(framework: Framework) -> None:
 @case
 def allgather_of_every_dtype_with_uneven_rows(framework: Framework) -> None:
     for least in (0, 1, 1000):
-        inputs = [numbers(ronde.rank(), dtype, ronde.rank() + least, 2) for dtype in framework.dtypes]
+        counts = [uneven(framework, rank) + least for rank in range(ronde.size())]
+        inputs = [numbers(ronde.rank(), dtype, counts[ronde.rank()], 2) for dtype in framework.dtypes]
         # A list is one operation only if all have one dtype.
         found = framework.run(lambda *xs: [framework.collectives.allgather(x) for x in xs], inputs)
         for dtype, each in zip(framework.dtypes, found, strict=True):
-            parts = [numbers(rank, dtype, rank + least, 2).array for rank in range(ronde.size())]
+            parts = [numbers(rank, dtype, count, 2).array for rank, count in enumerate(counts)]
             expect(each, np.concatenate(parts), dtype, (dtype.name, least))
 
 
 @case
 def allgather_of_scalars_lists_and_empty_rows(framework: Framework) -> None:
     allgather, rank, size = framework.collectives.allgather, ronde.rank(), ronde.size()
-    given = values(np.array(rank, np.float32), np.full((rank + 1, 2), 1.0), np.full(3, 2.0), np.zeros((2, 0)))
+    counts = [uneven(framework, each) + 1 for each in range(size)]
+    given = values(np.array(rank, np.float32), np.full((counts[rank], 2), 1.0), np.full(3, 2.0), np.zeros((2, 0)))
 
     def compute(scalar: Any, wide: Any, long: Any, empty: Any) -> list[Any]:
         return [allgather(scalar), *allgather([wide, long]), allgather(empty)]
 
     scalars, wide, long, empty = framework.run(compute, given)
     expect(scalars, np.arange(size), DType.FLOAT32)
-    expect(wide, np.ones((total_of_ranks(), 2)), DType.FLOAT64)
+    expect(wide, np.ones((sum(counts), 2)), DType.FLOAT64)
     expect(long, np.full(3 * size, 2.0), DType.FLOAT64)
     expect(empty, np.zeros((2 * size, 0)), DType.FLOAT64)
+
+
+@case
+def different_numbers_of_rows_are_refused_where_shapes_are_fixed(framework: Framework) -> None:
+    ops, rank, size = framework.collectives, ronde.rank(), ronde.size()
+    if not framework.fixed_shapes:
+        return
+    with raises(
+        framework, ValueError, "all members give equally many rows, and these were given: 1 by rank 0, 2 by rank"
+    ):
+        framework.run(lambda x: ops.allgather(x, name="uneven"), values(np.ones(rank + 1)))
+    with raises(framework, ValueError, "all members give equally many rows, and these were given"):
+        framework.run(lambda x: ops.alltoall(x, name="exchanged")[0], values(np.ones((rank + 1) * size)))
+    _expect_all_is_well(framework)
 
 
 @case
@@ -346,6 +367,10 @@ def alltoall_gives_what_splits_say(framework: Framework) -> None:
     def compute(x: Any, counts: Any) -> list[Any]:
         return [*alltoall(x, splits=splits), *alltoall(x, splits=counts)]
 
+    if framework.fixed_shapes:
+        with raises(framework, ValueError, "inside of jit"):
+            framework.run(compute, values(mine, np.array(splits)))
+        return
     rows, counts, again, counts_again = framework.run(compute, values(mine, np.array(splits)))
     received = [(other + rank) % 3 for other in range(size)]
     expect(rows, [10 * other + rank for other in range(size) for _ in range(received[other])], DType.INT64)
@@ -357,6 +382,11 @@ def alltoall_gives_what_splits_say(framework: Framework) -> None:
 def alltoall_may_give_nothing(framework: Framework) -> None:
     size, rank = ronde.size(), ronde.rank()
     splits = [0] * (size - 1) + [4 if rank == 0 else 0]
+    if framework.fixed_shapes:
+        rows, counts = framework.run(lambda x: list(framework.collectives.alltoall(x)), values(np.ones((0, 3))))
+        expect(rows, np.ones((0, 3)), DType.FLOAT64)
+        assert counts.array.tolist() == [0] * size
+        return
     rows, counts = framework.run(
         lambda x: list(framework.collectives.alltoall(x, splits=splits)), values(np.ones((4, 3)))
     )
@@ -432,8 +462,9 @@ def a_name_may_mean_something_else_the_next_time(framework: Framework) -> None:
                 given = values(np.ones(shape, kind))
                 (found,) = framework.run(lambda x: ops.allreduce(x, name="changes"), given)
                 expect(found, np.full(shape, size, kind), given[0].dtype)
-        (rows,) = framework.run(lambda x: ops.allgather(x, name="changes"), values(np.ones(ronde.rank() + 1)))
-        expect(rows, np.ones(total_of_ranks()), DType.FLOAT64)
+        counts = [uneven(framework, rank) + 1 for rank in range(size)]
+        (rows,) = framework.run(lambda x: ops.allgather(x, name="changes"), values(np.ones(counts[ronde.rank()])))
+        expect(rows, np.ones(sum(counts)), DType.FLOAT64)
 
 
 @case
@@ -622,7 +653,7 @@ def gradient_of_allgather(framework: Framework) -> None:
     allgather, rank, weight = framework.collectives.allgather, ronde.rank(), ronde.rank() + 1.0
     total = float(total_of_ranks())
     for least in (0, 1, 2):  # rank 0 may give no rows
-        mine = np.ones((rank + least, 2))
+        mine = np.ones((uneven(framework, rank) + least, 2))
         _expect_gradients(framework, lambda x: allgather(x) * weight, [mine], np.full(mine.shape, total))
     _expect_gradients(framework, lambda x: allgather(x) * weight, [np.ones((2, 2))], np.full((2, 2), total))
     _expect_gradients(framework, lambda x: allgather(x) * weight, [np.array(1.0)], total)
@@ -653,6 +684,8 @@ def gradient_of_alltoall(framework: Framework) -> None:
     alltoall, size, weight = framework.collectives.alltoall, ronde.size(), ronde.rank() + 1.0
     equal = [to + 1.0 for to in range(size) for _ in range(2)]
     _expect_gradients(framework, lambda x: alltoall(x)[0] * weight, [np.ones(2 * size)], equal)
+    if framework.fixed_shapes:
+        return
     splits = [(ronde.rank() + to) % 3 for to in range(size)]
     wanted = [to + 1.0 for to, count in enumerate(splits) for _ in range(count)]
     _expect_gradients(framework, lambda x: alltoall(x, splits=splits)[0] * weight, [np.ones(sum(splits))], wanted)

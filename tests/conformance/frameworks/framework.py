@@ -14,16 +14,18 @@ from ronde.comm.buffers import Array
 from ronde.types import DType
 
 MODULES = {
-    "numpy": "numpy_framework",
-    "torch": "torch_framework",
-    "tensorflow": "tensorflow_framework",
+    "jax": "jax_framework",
     "mxnet": "mxnet_framework",
+    "numpy": "numpy_framework",
+    "tensorflow": "tensorflow_framework",
+    "torch": "torch_framework",
 }
 MODES = {
-    "numpy": ("eager",),
-    "torch": ("eager",),
-    "tensorflow": ("eager", "function", "graph"),
+    "jax": ("eager", "jit"),
     "mxnet": ("eager", "asynchronous"),
+    "numpy": ("eager",),
+    "tensorflow": ("eager", "function", "graph"),
+    "torch": ("eager",),
 }
 WITHOUT_TENSORS = frozenset({"numpy"})
 WITHOUT_GRADIENTS = frozenset({"numpy", "mxnet"})
@@ -49,6 +51,8 @@ class Framework(Protocol):
     """The module with allreduce(), allgather() … on tensors of the framework."""
     dtypes: tuple[DType, ...]
     """Those that its tensors can have."""
+    fixed_shapes: bool
+    """Whether shapes of results have to be known before it runs: then members give equally many rows."""
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         """The tensors that a function of tensors returns, in a list or alone."""

@@ -28,6 +28,7 @@ class EagerFramework:
         *(DType.UINT8, DType.INT8, DType.INT32, DType.INT64),
         *(DType.FLOAT16, DType.FLOAT32, DType.FLOAT64, DType.BFLOAT16, DType.BOOL),
     )
+    fixed_shapes = False
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         found = function(*map(_as_tensor, inputs))

@@ -23,6 +23,7 @@ class EagerFramework:
 
     collectives = ronde.tensorflow
     dtypes = tuple(DType)
+    fixed_shapes = False
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         return [_as_value(each) for each in tf.nest.flatten(self.evaluate(function, [_as_array(x) for x in inputs]))]

@@ -17,6 +17,7 @@ class TorchFramework:
 
     collectives = ronde.torch
     dtypes = tuple(DType)
+    fixed_shapes = False
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         found = function(*map(_as_tensor, inputs))

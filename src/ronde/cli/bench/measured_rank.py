@@ -45,6 +45,7 @@ MAX_MEMORY_SAMPLES = 100
 FRAMEWORK_TRAININGS = {
     "tensorflow": ("tensorflow_training", "TensorFlowTraining"),
     "keras": ("tensorflow_training", "TensorFlowTraining"),
+    "jax": ("jax_training", "JaxTraining"),
     "mxnet": ("mxnet_training", "GluonTraining"),
 }
 """By framework other than PyTorch, the module beside this one that trains with it, and its class."""
@@ -199,7 +200,7 @@ def join_mpi() -> Library:
 
 
 def join_framework(name: str, framework: str, rank_and_size: Sequence[str]) -> Library:
-    """A library for TensorFlow, Keras or MXNet. Rank and size are of one that does not know them itself."""
+    """A library for TensorFlow, Keras, JAX or MXNet. Rank and size are of one that does not know them itself."""
     module, class_name = FRAMEWORK_TRAININGS[framework]
     training = importlib.import_module(module)
     library = training.join(name, framework, *(map(int, rank_and_size) if rank_and_size else (0, 1)))
@@ -393,8 +394,8 @@ def time_steps(step: Callable[[], object], num_steps: int) -> list[int]:
 
 
 def main(name: str, *rank_and_size: str, directory: Path) -> None:
-    # Python has put the directory of this file first on its path. Only these two are wanted from there: the names of
-    # the other modules may be those of libraries.
+    # Python has put the directory of this file first on its path. Only these are wanted from there: the names of the
+    # other modules may be those of libraries.
     models = importlib.import_module("models").MODELS
     name, _, framework = name.partition(".")
     if framework:

@@ -1,5 +1,5 @@
 """The networks that `ronde bench train` trains, and their random data. Those of TensorFlow and Keras are built in
-tensorflow_training.py, those of MXNet in mxnet_training.py.
+tensorflow_training.py, those of JAX in jax_training.py, those of MXNet in mxnet_training.py.
 
 A measured rank loads this file by its path, without the ronde around it: it needs nothing of ronde, and PyTorch only
 where a network is built.
@@ -15,7 +15,7 @@ from typing import Any, cast
 TORCH = "torch"
 MXNET = "mxnet"
 TENSORFLOW_KERAS = ("tensorflow", "keras")
-ALL_FRAMEWORKS = (TORCH, *TENSORFLOW_KERAS, MXNET)
+ALL_FRAMEWORKS = (TORCH, *TENSORFLOW_KERAS, "jax", MXNET)
 IMAGENET_CLASSES = 1000
 WORDS = 1024
 SEQUENCE = 64

@@ -27,6 +27,7 @@ from ronde.cli.bench.peers import (
     HOW_TO_GET_HOROVOD,
     KVSTORE,
     LOCKSTEP,
+    MESH,
     MWMS,
     RONDE,
     MeasuredLibrary,
@@ -51,11 +52,18 @@ FIT = "fit"
 FIT_ALONE = "fit-alone"
 CUSTOM = "custom"
 KERAS = "keras"
-PEERS = {TORCH: (DDP, HOROVOD), "tensorflow": (MWMS, HOROVOD), KERAS: (MWMS, HOROVOD), MXNET: (KVSTORE, HOROVOD)}
+PEERS = {
+    TORCH: (DDP, HOROVOD),
+    "tensorflow": (MWMS, HOROVOD),
+    KERAS: (MWMS, HOROVOD),
+    "jax": (MESH,),
+    MXNET: (KVSTORE, HOROVOD),
+}
 REQUIRED = {
     TORCH: ("torch", "PyTorch"),
     "tensorflow": ("tensorflow", "TensorFlow"),
     KERAS: ("tensorflow", "TensorFlow"),
+    "jax": ("jax", "JAX"),
     MXNET: ("mxnet", "MXNet"),
 }
 """The package that has to be installed to train with a framework, and its name."""
@@ -67,8 +75,8 @@ COPIES = 4
 """Parameters, gradients, momentum, buckets."""
 
 DETAILS = """One thread per rank: alone, without communication, with ronde, with Horovod's
-interface, and with DDP, MultiWorkerMirroredStrategy or the kvstore of MXNet.
-Keras also trains with fit()."""
+interface, and with DDP, MultiWorkerMirroredStrategy, a mesh of JAX or the
+kvstore of MXNet. Keras also trains with fit()."""
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -80,7 +88,7 @@ def train(arguments: Sequence[str]) -> int:
     parser.add_flag("--batch", metavar="N", type=whole_number, help=batch_help)
     parser.add_flag("--codec", metavar="CODEC", default="none", help=f"Gradients on the wire: {', '.join(CODECS)}.")
     parser.add_flag(
-        "--peers", metavar="PEER,…", help="Measure these too: ddp, mwms, kvstore, hvd; or none. Default: all."
+        "--peers", metavar="PEER,…", help="Measure these too: ddp, mwms, mesh, kvstore, hvd; or none. Default: all."
     )
     parser.add_flag("--ddp-buckets", metavar="MB,…", default="10,100", help="Sizes of buckets that DDP tries too.")
     parser.add_flag("--steps", metavar="N", type=whole_number, help="Steps per round. Default: as many as fit.")
@@ -167,7 +175,7 @@ def find_setups(
         if peers is not None:
             raise ValueError(reason)
         notes.append(f"{HOROVOD} is left out: {reason}")
-    for name in (MWMS, KVSTORE):
+    for name in (MWMS, MESH, KVSTORE):
         if name in wanted:  # it sends gradients as they are
             setups.append(make(name, name, size=size))
     if DDP in wanted:
@@ -210,7 +218,8 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
     above_lockstep_us: float | None = None
     """step_us less that of as many ranks that only wait for each other in every step."""
     vs_peer: float | None = None
-    """samples_per_s divided by that of the best peer: DDP, MultiWorkerMirroredStrategy, or the kvstore of MXNet."""
+    """samples_per_s divided by that of the best peer: DDP, MultiWorkerMirroredStrategy, a mesh of JAX, or the
+    kvstore of MXNet."""
     vs_ronde: float | None = None
     """samples_per_s divided by that of ronde."""
     vs_custom_loop: float | None = None
@@ -299,7 +308,7 @@ def measure_training(
 
 def best_peer(results: Sequence[TrainingResult]) -> TrainingResult | None:
     """The fastest of the peers' ways to train one network; None without one."""
-    peers = [result for result in results if result.impl.startswith((DDP, MWMS, KVSTORE))]
+    peers = [result for result in results if result.impl.startswith((DDP, MWMS, MESH, KVSTORE))]
     return max(peers, key=lambda result: result.samples_per_s, default=None)
 
 
