@@ -27,7 +27,7 @@ def check_end(simulation: Simulation) -> None:
 
 
 @given(SEEDS, MODES, st.integers(0, 3), st.integers(1, 4), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_without_faults_every_sample_is_used_once(
     seed: int, mode: Mode, staleness: int, num_workers: int, num_servers: int
 ) -> None:
@@ -37,6 +37,7 @@ def test_without_faults_every_sample_is_used_once(
     check_end(simulation)
 
 
+@pytest.mark.slow
 @given(SEEDS, MODES, st.integers(0, 400), CLIP)
 @settings(max_examples=150, deadline=None)
 def test_a_worker_killed_at_any_moment_costs_its_unfinished_step_only(
@@ -53,6 +54,7 @@ def test_a_worker_killed_at_any_moment_costs_its_unfinished_step_only(
     check_end(simulation)
 
 
+@pytest.mark.slow
 @given(SEEDS, MODES, st.integers(0, 400), st.booleans(), CLIP)
 @settings(max_examples=200, deadline=None)
 def test_a_server_killed_at_any_moment_loses_nothing(
@@ -70,6 +72,7 @@ def test_a_server_killed_at_any_moment_loses_nothing(
     check_end(simulation)
 
 
+@pytest.mark.slow
 @given(SEEDS, MODES, st.integers(0, 300), st.integers(0, 300), CLIP)
 @settings(max_examples=200, deadline=None)
 def test_a_stopped_server_that_wakes_is_refused(
@@ -93,6 +96,7 @@ def test_a_stopped_server_that_wakes_is_refused(
     check_end(simulation)
 
 
+@pytest.mark.slow
 @given(SEEDS, MODES, st.lists(st.integers(50, 400), min_size=2, max_size=3))
 @settings(max_examples=150, deadline=None)
 def test_servers_killed_one_after_the_other_lose_nothing(seed: int, mode: Mode, moments: list[int]) -> None:

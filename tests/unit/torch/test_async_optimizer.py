@@ -16,6 +16,8 @@ from tests.conformance.ranks import run_threads
 
 STEPS = 20
 
+pytestmark = pytest.mark.slow
+
 
 def make_model() -> nn.Module:
     generator = torch.Generator().manual_seed(0)
