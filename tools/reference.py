@@ -22,6 +22,7 @@ import ronde
 import ronde.dash
 import ronde.elastic
 import ronde.errors
+import ronde.ps
 import ronde.settings
 import ronde.torch
 from ronde.launch.config import launch_options
@@ -56,10 +57,9 @@ MADE_BY_RONDE = {
 def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
-    yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md) and"
-    yield "[ronde.dash](dash.md) have"
-    yield "their own, and there are pages for what [metrics](metrics.md) and [events](events.md) hold. Everything else"
-    yield "may change without notice."
+    yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md),"
+    yield "[ronde.ps](ps.md) and [ronde.dash](dash.md) have their own, and there are pages for what"
+    yield "[metrics](metrics.md) and [events](events.md) hold. Everything else may change without notice."
     yield from _describe_names(ronde)
 
 
@@ -99,6 +99,13 @@ def elastic_page() -> Iterator[str]:
     yield f"# Names of ronde.elastic\n\n{GENERATED}"
     yield "\nThese are the public names of `ronde.elastic`. The [guide](../guides/elastic.md) shows how to use them."
     yield from _describe_names(ronde.elastic)
+
+
+def ps_page() -> Iterator[str]:
+    yield f"# Names of ronde.ps\n\n{GENERATED}"
+    yield "\nThese are the public names of `ronde.ps`. The [guide](../guides/parameter-server.md) shows how to use"
+    yield "them."
+    yield from _describe_names(ronde.ps)
 
 
 def dash_page() -> Iterator[str]:
@@ -435,6 +442,7 @@ def pages() -> dict[Path, str]:
         "mxnet.md": mxnet_page(),
         "elastic.md": elastic_page(),
         "dash.md": dash_page(),
+        "ps.md": ps_page(),
         "settings.md": settings_page(),
         "run.md": run_page(),
         "errors.md": errors_page(),

@@ -484,6 +484,42 @@ int rd_fetch_exception(void* exception[3]);
 rd_status rd_reduce(int32_t dtype, int32_t op, double prescale, double postscale, const void* const* inputs,
                     uint64_t num_inputs, void* const* outputs, uint64_t num_outputs, uint64_t count);
 
+/* What an optimizer does with one array of parameters: rd_optimizer_update. Which options and states a rule uses is
+ * said in optimizer/optimizer.h. */
+typedef enum rd_optimizer_kind {
+  RD_SGD = 0,
+  RD_ADAM = 1,
+  RD_ADAGRAD = 2,
+  RD_RMSPROP = 3,
+  RD_LAMB = 4
+} rd_optimizer_kind;
+
+/* Flags of rd_optimizer_step. */
+#define RD_NESTEROV 1u        /* SGD */
+#define RD_DECOUPLED_DECAY 2u /* Adam: weight decay is not part of the gradient (AdamW) */
+#define RD_CENTERED 4u        /* RMSProp */
+
+typedef struct rd_optimizer_step {
+  int32_t kind;  /* rd_optimizer_kind */
+  int32_t dtype; /* RD_FLOAT32 or RD_FLOAT64 */
+  uint32_t flags;
+  uint32_t reserved;
+  uint64_t count;
+  int64_t step; /* of the optimizer, from 1 */
+  const void* values;
+  const void* gradient;
+  void* out;       /* the new values; may be `values` */
+  void* states[3]; /* changed in place; those that the rule has not are null */
+  double lr;
+  double weight_decay;
+  double first;  /* momentum, beta1, or the decay of Adagrad's lr */
+  double second; /* dampening, beta2, or alpha */
+  double epsilon;
+} rd_optimizer_step;
+
+/* Computes one step. Runs in the thread of the caller. Returns RD_BAD_CALL for what is not known. */
+rd_status rd_optimizer_update(const rd_optimizer_step* step);
+
 #ifdef __cplusplus
 }
 #endif

@@ -12,6 +12,7 @@
 #include "base/python_signals.h"
 #include "base/waiting.h"
 #include "channel.h"
+#include "optimizer/optimizer.h"
 #include "reduce/reduce.h"
 
 #define RD_API extern "C" __attribute__((visibility("default")))
@@ -377,4 +378,8 @@ RD_API rd_status rd_reduce(int32_t dtype, int32_t op, double prescale, double po
   if (!ronde::supported(params)) return RD_BAD_CALL;
   ronde::reduce_many(params, inputs, num_inputs, outputs, num_outputs, count, false);
   return RD_OK;
+}
+
+RD_API rd_status rd_optimizer_update(const rd_optimizer_step* step) {
+  return ronde::optimizer_update(*step) ? RD_OK : RD_BAD_CALL;
 }

@@ -132,8 +132,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Load everything when the first name is used. Who needs only a part of the package, such as an agent that a driver
     waits for, does not wait for NumPy."""
-    if name == "elastic":  # a package above this one, of which users say ronde.elastic
-        return importlib.import_module("ronde.elastic")
+    if name in ("elastic", "ps"):  # packages above this one, of which users say ronde.elastic and ronde.ps
+        return importlib.import_module(f"ronde.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("Host", "SshOptions", "run"):  # apart: ranks do not start ranks

@@ -144,3 +144,18 @@ def test_no_rank_outlives_the_command(how: signal.Signals, tmp_path: Path) -> No
         assert alive == []
     if how != signal.SIGKILL:
         assert [path for path in tmp_path.rglob("*") if path != tmp_path / "ronde"] == []  # where jobs are found
+
+
+def test_a_parameter_server_is_measured_in_every_mode_and_beside_allreduce(tmp_path: Path) -> None:
+    arguments = ("ps", "-np", "2", "--seconds", "0.5", "--repeats", "2", "--bytes", "4000")
+    records, output = bench(tmp_path / "r", *arguments)
+    assert [(record["what"], record["mode"]) for record in records] == [
+        *((what, mode) for what in ("slow", "turns") for mode in ("sync", "bounded", "dynamic", "async")),
+        *(("step", way) for way in ("allreduce", "replicated", "one copy")),
+    ]
+    for record in records:
+        assert record["ranks"] == 2 and record["ratio"] > 0
+        assert record["median_us"] > 0 if record["what"] == "step" else record["steps_per_s"] > 0
+        if record["mode"] == "sync":
+            assert (record["ratio"], record["staleness"]) == (1, 0)
+    assert output.count("×") == 11

@@ -82,6 +82,16 @@ def test_two_tasks_learn_with_a_common_trunk() -> None:
         assert last < first / 2
 
 
+def test_asynchronous_training_learns_as_synchronous_training_does_and_does_not_wait_for_a_slow_rank() -> None:
+    printed = run([EXAMPLES / "async_digits.py"], num_ranks=3)
+    found = re.findall(r"(\w+): *([\d.]+)% after (\d+) updates in ([\d.]+) s.*by rank (\d+) (\d+) (\d+)", printed)
+    results = {mode: [float(each) for each in numbers] for mode, *numbers in found}
+    assert [*results] == ["sync", "bounded", "async"], printed
+    for accuracy, *_ in results.values():
+        assert accuracy > 93
+    assert results["async"][1] == sum(results["async"][3:])  # every push was an update
+
+
 def test_elastic_training_survives_a_kill() -> None:
     start = (str(PROGRAMS / "ronde"), "run", "-np", "3", "--min-np", "1", sys.executable)
     done = run_command(

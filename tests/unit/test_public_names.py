@@ -12,6 +12,7 @@ import pytest
 import ronde
 import ronde.dash
 import ronde.elastic
+import ronde.ps
 import ronde.torch
 from tools.reference import public_names
 
@@ -22,9 +23,10 @@ PAGES = pytest.mark.parametrize(
         (ronde, "names.md"),
         (ronde.torch, "torch.md"),
         (ronde.elastic, "elastic.md"),
+        (ronde.ps, "ps.md"),
         (ronde.dash, "dash.md"),
     ],
-    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.dash"],
+    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.ps", "ronde.dash"],
 )
 
 

@@ -39,6 +39,7 @@ from ronde.net.messages import (
     MissingRanks,
     OperationRejected,
     OperationRequest,
+    ProposeValue,
     RankHeartbeat,
     RankHeartbeatReply,
     RankLost,
@@ -54,6 +55,7 @@ from ronde.net.messages import (
     TimelineRequest,
     TrainingFinished,
     UnknownOperationId,
+    ValueDecided,
     WaitingTooLong,
     WorkerMessage,
     encode,
@@ -123,8 +125,8 @@ class JoinedRound:
 
 
 class ControlThread:
-    """Owns the loop and its thread. Other threads may call waits.enqueue, request_groups, request_timeline, now_ns,
-    finish, leave and stop."""
+    """Owns the loop and its thread. Other threads may call waits.enqueue, request_groups, request_timeline, propose,
+    now_ns, finish, leave and stop."""
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class ControlThread:
         self._leave_confirmed = threading.Event()
         self._has_left = False
         """Whether the coordinator was told over the liveness connection that this rank cannot go on."""
-        self._replies: list[GroupsChanged | TimelineReply] = []
+        self._replies: list[GroupsChanged | TimelineReply | ValueDecided] = []
         """Answers that the threads in _wait_for_reply() have not taken yet; under the lock of `waits`."""
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             RunOperations: self._on_run_operations,
@@ -185,6 +187,7 @@ class ControlThread:
             EndRound: lambda ended: self._end_round(RoundEnded(ended.reason)),
             GroupsChanged: self._on_reply,
             TimelineReply: self._on_reply,
+            ValueDecided: self._on_reply,
             StackRequest: self._on_stack_request,
             StallReport: self._on_stall_report,
             RoundChangeWanted: lambda wanted: on_change_wanted(),
@@ -217,7 +220,19 @@ class ControlThread:
         """Start a timeline or end it, and wait until that is done. Returns why it cannot be done; empty if it is done.
         For one thread at a time."""
         late = f"the timeline was not {'begun' if request.path else 'ended'} in time"
-        return self._wait_for_reply(request, lambda reply: isinstance(reply, TimelineReply), deadline, late).reason
+        reply = self._wait_for_reply(request, lambda reply: isinstance(reply, TimelineReply), deadline, late)
+        assert isinstance(reply, TimelineReply)
+        return reply.reason
+
+    def propose(self, key: str, value: bytes, deadline: Deadline) -> bytes:
+        """Return the value that the first member to propose one for this key has given. For one thread at a time and
+        key."""
+        late = f"the coordinator did not answer within {deadline.timeout_s:g} s which value of {key} was the first"
+        reply = self._wait_for_reply(
+            ProposeValue(key, value), lambda reply: isinstance(reply, ValueDecided) and reply.key == key, deadline, late
+        )
+        assert isinstance(reply, ValueDecided)
+        return reply.value
 
     def now_ns(self) -> int:
         """Return the time of the coordinator's clock, as well as it is known."""
@@ -269,7 +284,7 @@ class ControlThread:
 
     def _wait_for_reply(
         self, request: WorkerMessage, is_answer: Callable[[object], bool], deadline: Deadline, late: str
-    ) -> GroupsChanged | TimelineReply:
+    ) -> GroupsChanged | TimelineReply | ValueDecided:
         if self._open_channels.closed_error is not None:
             raise self._open_channels.closed_error
         self._enqueue(request)
@@ -450,7 +465,7 @@ class ControlThread:
         for lost, reason in message.losses:
             self._on_rank_lost(lost, reason)
 
-    def _on_reply(self, reply: GroupsChanged | TimelineReply) -> None:
+    def _on_reply(self, reply: GroupsChanged | TimelineReply | ValueDecided) -> None:
         with self.waits.condition:
             self._replies.append(reply)
             self.waits.condition.notify_all()

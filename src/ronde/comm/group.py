@@ -461,6 +461,12 @@ class Group:
 
     # --- for the world, plans and objects --------------------------------------------------------------------------
 
+    def decide(self, key: str, value: bytes) -> bytes:
+        # The value of the member that was the first to call this with the key, in this round. The members need not all
+        # call it, and a lost one hinders nobody.
+        _ = self.ordered_channel  # raises when nothing can start here
+        return self._control_thread.propose(f"{self.id}.{key}", value, Deadline(self.operation_timeout_s))
+
     def allgather_each(self, x: Array, name: str = "") -> list[Array]:
         # As allgather of a flat array, but the result is one array per member.
         sources, _ = self._as_send_buffers(x, "allgather")

@@ -218,7 +218,17 @@ class Mailbox:
     def __repr__(self) -> str:
         return f"<Mailbox {self._channel.backend_channel.spec.id}>"
 
-    # --- for the group and for messages ------------------------------------------------------------------------------
+    # --- for the group, for messages, and for parameter servers ------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        # Equal on all members, and no other mailbox of the round has it.
+        return self._channel.backend_channel.spec.id
+
+    @property
+    def closed_error(self) -> RondeError | None:
+        # Why the round is over for this rank, if it is: then no handler is called any more.
+        return self._open_channels.closed_error
 
     def leave(self, deadline: Deadline) -> None:
         # This rank leaves: as close(), but whoever waits for a reply learns that the rank is gone.

@@ -25,6 +25,7 @@ from ronde.net.messages import (
     LeaveReason,
     MissingRanks,
     MissingRanksQuery,
+    ProposeValue,
     RankLost,
     RanksLost,
     RefuseOperation,
@@ -33,6 +34,7 @@ from ronde.net.messages import (
     StackReply,
     StackRequest,
     StallReport,
+    ValueDecided,
     WaitingTooLong,
     WorkerMessage,
 )
@@ -144,6 +146,8 @@ class Round:
         self._group_changes: dict[int, deque[ChangeGroups]] = {}
         """By rank, the changes that it has asked for and others have not yet."""
         self._aborted_channels: set[str] = set()
+        self._decided: dict[str, bytes] = {}
+        """By key, the value that was proposed first."""
         self._loss = ""
         """Why no change of groups can be made any more: a rank is lost."""
         self._losses: list[tuple[int, str]] = []
@@ -215,6 +219,9 @@ class Round:
         elif type(message) is MissingRanksQuery:
             ranks = self.negotiator.missing(message.group, message.name)
             self._send((rank,), MissingRanks(message.group, message.name, ranks))
+        elif type(message) is ProposeValue:
+            value = self._decided.setdefault(message.key, message.value)
+            self._send((rank,), ValueDecided(message.key, value))
         elif type(message) is WaitingTooLong:
             self._on_waiting(rank, message, now_ns)
         elif type(message) is StackReply and message.query_id > 0:

@@ -21,7 +21,7 @@ from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import CPU, Member
 
-VERSION = 10
+VERSION = 11
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_INTERNED_BYTES = 4 * 1024 * 1024
 """Encoded announcements that a WorkerMessageDecoder remembers."""
@@ -121,6 +121,13 @@ class RefuseOperation(WorkerMessage, frozen=True):
     group: int
     name: str
     reason: str
+
+
+class ProposeValue(WorkerMessage, frozen=True):
+    """The first value that a member proposes for a key is the one of this round. Answered by ValueDecided."""
+
+    key: str
+    value: bytes
 
 
 class WaitingTooLong(WorkerMessage, frozen=True):
@@ -326,6 +333,13 @@ class MissingRanks(CoordinatorMessage, frozen=True):
     group: int
     name: str
     ranks: tuple[int, ...]
+
+
+class ValueDecided(CoordinatorMessage, frozen=True):
+    """Answer to ProposeValue, the same for all members: the value that was proposed first."""
+
+    key: str
+    value: bytes
 
 
 class GroupsChanged(CoordinatorMessage, frozen=True):

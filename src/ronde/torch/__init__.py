@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ronde.torch.elastic_state  # noqa: F401 - registers the parts of an elastic State
 from ronde.errors import CheckpointError, OutOfSync
+from ronde.torch.async_optimizer import AsyncOptimizer
 from ronde.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from ronde.torch.broadcast_state import (
     allgather_object,
@@ -42,6 +43,7 @@ from ronde.training.gradient_settings import GradientSettings
 from ronde.training.metrics import average_metrics
 
 __all__ = [
+    "AsyncOptimizer",
     "CheckpointError",
     "Checkpoints",
     "Distributed",

@@ -14,6 +14,7 @@ from ronde.net.messages import (
     LeaveReason,
     MissingRanks,
     MissingRanksQuery,
+    ProposeValue,
     RankLost,
     RanksLost,
     RoundStarted,
@@ -21,6 +22,7 @@ from ronde.net.messages import (
     StackReply,
     StackRequest,
     StallReport,
+    ValueDecided,
     WaitingTooLong,
 )
 from ronde.settings import Settings
@@ -77,6 +79,18 @@ def test_the_first_abort_of_a_channel_is_told_to_all_others_and_later_ones_to_no
         Send((0, 2), ChannelAborted("0.plan.1", 3, 2, 110, "late", reporter=1)),
         Send((0, 1), ChannelAborted("0.ordered", 5, 1, reporter=2)),
     ]
+
+
+def test_the_first_value_that_is_proposed_for_a_key_is_the_one_that_all_get_also_when_its_proposer_is_lost() -> None:
+    made = make_round(3)
+    made.handle(2, ProposeValue("a", b"two"), START)
+    made.handle(0, ProposeValue("b", b"zero"), START)
+    assert made.advance(START) == [Send((2,), ValueDecided("a", b"two")), Send((0,), ValueDecided("b", b"zero"))]
+    made.member_lost(2, KILLED)
+    made.advance(START)
+    for rank in (0, 1):
+        made.handle(rank, ProposeValue("a", b"other"), START)
+        assert made.advance(START) == [Send((rank,), ValueDecided("a", b"two"))]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ BENCHMARKS = {
         "ronde.cli.bench.negotiation:negotiation", "Time per named operation, against how many are in flight."
     ),
     "elastic": Command("ronde.cli.bench.elastic:elastic", "How long training stops when a rank is lost."),
+    "ps": Command("ronde.cli.bench.parameter_server:ps", "A parameter server in each mode, with slow workers."),
     "train": Command("ronde.cli.bench.train:train", "Train with ronde, with DDP, and without communication."),
 }
 

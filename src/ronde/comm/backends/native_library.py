@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +28,7 @@ import numpy as np
 from ronde.comm.backends.base import CallTiming, CurrentCall
 from ronde.comm.call import NO_MEMORY, AnnouncedOperation, Call, Memory
 from ronde.errors import RondeError
-from ronde.types import OperationKind
+from ronde.types import DType, OperationKind
 
 try:
     from ronde.comm.backends import hot_calls as hot_calls
@@ -129,6 +130,26 @@ class RdReceived(ctypes.Structure):
     )
 
 
+class RdOptimizerStep(ctypes.Structure):
+    _fields_ = (
+        ("kind", c_int32),
+        ("dtype", c_int32),
+        ("flags", c_uint32),
+        ("reserved", c_uint32),
+        ("count", c_uint64),
+        ("step", c_int64),
+        ("values", c_void_p),
+        ("gradient", c_void_p),
+        ("out", c_void_p),
+        ("states", c_void_p * 3),
+        ("lr", c_double),
+        ("weight_decay", c_double),
+        ("first", c_double),
+        ("second", c_double),
+        ("epsilon", c_double),
+    )
+
+
 RD_CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 """rd_callback: context, rd_result."""
 
@@ -185,6 +206,7 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public nam
     "rd_get_current_message": (None, (c_uint64, c_uint64, POINTER(RdCurrentCall), POINTER(c_int32))),
     "rd_set_interpreter": (None, (POINTER(c_void_p),)),
     "rd_fetch_exception": (c_int, (POINTER(c_void_p),)),
+    "rd_optimizer_update": (c_int, (POINTER(RdOptimizerStep),)),
     "rd_reduce": (
         c_int,
         (c_int32, c_int32, c_double, c_double, POINTER(c_void_p), c_uint64, POINTER(c_void_p), c_uint64, c_uint64),
@@ -255,6 +277,73 @@ def reduce(
     status = load_library().rd_reduce(dtype, op, prescale, postscale, ins, len(inputs), outs, len(outputs), count)
     if status != NativeStatus.OK:
         raise TypeError(f"operation {op} is not defined for dtype {dtype}")
+
+
+class OptimizerKind(enum.IntEnum):
+    """The rules of rd_optimizer_update; the numbers are those of the C header."""
+
+    SGD = 0
+    ADAM = 1
+    ADAGRAD = 2
+    RMSPROP = 3
+    LAMB = 4
+
+
+class OptimizerFlag(enum.IntFlag):
+    """The flags of rd_optimizer_step; the numbers are those of the C header."""
+
+    NONE = 0
+    NESTEROV = 1
+    DECOUPLED_DECAY = 2
+    CENTERED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRule:
+    """What an optimizer does with an array, without the numbers that change from step to step. The meaning of `first`
+    and `second` is that of rd_optimizer_step."""
+
+    kind: OptimizerKind
+    weight_decay: float = 0.0
+    first: float = 0.0
+    second: float = 0.0
+    epsilon: float = 0.0
+    flags: OptimizerFlag = OptimizerFlag.NONE
+
+
+def update_parameters(
+    rule: OptimizerRule,
+    values: np.ndarray[Any, np.dtype[Any]],
+    gradient: np.ndarray[Any, np.dtype[Any]],
+    states: Sequence[np.ndarray[Any, np.dtype[Any]]],
+    out: np.ndarray[Any, np.dtype[Any]],
+    *,
+    step: int,
+    lr: float,
+) -> None:
+    """Compute one step of an optimizer: the new values go to `out`, which may be `values`, and the states are changed
+    in place. All arrays are contiguous, and of one size and dtype, float32 or float64."""
+    addresses = [address_of(state) for state in states]
+    given = RdOptimizerStep(
+        rule.kind,
+        DType[values.dtype.name.upper()],
+        rule.flags,
+        0,
+        values.size,
+        step,
+        address_of(values),
+        address_of(gradient),
+        address_of(out),
+        (c_void_p * 3)(*addresses),
+        lr,
+        rule.weight_decay,
+        rule.first,
+        rule.second,
+        rule.epsilon,
+    )
+    status = load_library().rd_optimizer_update(ctypes.byref(given))
+    if status != NativeStatus.OK:
+        raise NativeError(status)
 
 
 class NativeError(Exception):

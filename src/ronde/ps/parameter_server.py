@@ -1,0 +1,581 @@
+"""ParameterServer: parameters that are trained by a parameter server, as one rank sees them.
+
+It connects the state machines of this package to a mailbox. A rank that is a server has a ServerCore, one that is a
+worker a WorkerCore, and many are both. The thread of the mailbox owns the ServerCore; the WorkerCore is shared with the
+threads of the program, under a lock. Nothing in the thread of the mailbox waits for another rank, but for the one
+answer of the coordinator when a server is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ronde.comm import objects
+from ronde.comm.group import Group
+from ronde.comm.mailbox import MailboxMessage
+from ronde.comm.world import current_world, is_initialized, resolve_group
+from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
+from ronde.ps.leases import Lease
+from ronde.ps.optimizers import GradientNoise, Optimizer
+from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
+from ronde.ps.protocol import FOR_WORKERS, NewConfiguration, OutgoingMessage, PartCopy, ServersFailed, decode, encode
+from ronde.ps.server import Action, Propose, ServerCore, ServerSetup
+from ronde.ps.staleness import StalenessSettings, parse_mode
+from ronde.ps.worker import WorkerCore
+from ronde.text import format_rank_answers
+from ronde.types import Deadline
+
+WAIT_CHECK_S = 0.1
+"""How often a wait looks whether the round is over, and lets Python run signal handlers."""
+SUSPECT_S = 10.0
+"""A server that has not answered for so long while a worker waits is replaced by its backup, as if it were lost."""
+
+logger = logging.getLogger("ronde.ps")
+
+
+class _PushUnderWay:
+    """The gradients of the next step that are there, and the parts of them that were sent."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self.gradients: dict[int, Array] = {}
+        """By tensor, flattened."""
+        self.staged: set[int] = set()
+        """The parts that were sent."""
+        self.squares: dict[int, float] = {}
+        """By part, the squared norm, if it is needed."""
+
+    def find_complete(self, tensor: int) -> list[int]:
+        """The parts with slices of the tensor whose other slices are there as well."""
+        return [
+            index
+            for index, part in enumerate(self._parts)
+            if any(piece.tensor == tensor for piece in part.slices)
+            and all(piece.tensor in self.gradients for piece in part.slices)
+        ]
+
+
+class ParameterServer:
+    """Parameters that several workers train, each at its own pace or in step. Made by all members of a group alike.
+
+    `parameters` are arrays by name, or a list of them; the values of the first rank are those that training begins
+    with. They are written in place by step() and pull(). float32 and float64 are possible. `optimizer` takes the steps,
+    on the servers (ronde.ps.SGD, Adam, …, or one of your own); that of the first rank is used. `mode` says how
+    synchronous training is: "sync", "bounded" (no worker is more than `staleness` steps ahead of the slowest),
+    "dynamic" (so, with a bound that is moved by measured speeds, up to `staleness`), or "async". `servers` and
+    `workers` are the ranks that hold parameters and those that train; by default all ranks do both. With `replicate`,
+    each part of the parameters is on two servers, and no update is lost when one of them is. `clip_norm` scales
+    gradients down whose global norm is larger. `groups` gives tensors other options of the optimizer by name: they are
+    in the group with this number. `noise` is added to all gradients.
+    `state` is what state_dict() of another parameter server has returned: the first rank's goes on from there.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Array] | Sequence[Array],
+        optimizer: Optimizer,
+        *,
+        mode: str = "sync",
+        staleness: int = 4,
+        servers: Iterable[int] | None = None,
+        workers: Iterable[int] | None = None,
+        replicate: bool = True,
+        clip_norm: float = 0.0,
+        groups: Mapping[str, int] | None = None,
+        noise: GradientNoise | None = None,
+        state: Mapping[str, Any] | None = None,
+        suspect_s: float = SUSPECT_S,
+        group: Group | None = None,
+    ) -> None:
+        if is_initialized() and current_world().is_candidate:
+            raise RondeError(
+                "this process has come to an elastic job that is under way, and a parameter server takes no further "
+                "ranks; the others go on without it"
+            )
+        self._group = resolve_group(group)
+        assert self._group.rank is not None
+        self.rank = self._group.ranks[self._group.rank]
+        """This rank of the world."""
+        self._suspect_s = suspect_s
+        self._noise = noise
+        named = parameters if isinstance(parameters, Mapping) else {str(i): each for i, each in enumerate(parameters)}
+        self.parameters: dict[str, Array] = {name: _check_array(name, array) for name, array in named.items()}
+        """The arrays, by name."""
+        self._flat = [array.reshape(-1) for array in self.parameters.values()]
+        self._indices = {name: index for index, name in enumerate(self.parameters)}
+        self._first_states: dict[str, Array] = {} if state is None else self._load_state(state)
+        version = 0 if state is None else int(state["version"])
+        setup, configuration = self._agree(
+            optimizer, mode, staleness, servers, workers, replicate, clip_norm, groups, version
+        )
+        self.mode = setup.staleness.mode.value
+        self.is_worker = self.rank in setup.workers
+        """Whether this rank trains."""
+        self.is_server = self.rank in configuration.servers
+        """Whether this rank holds parts of the parameters."""
+        self._setup = setup
+        self._step = 0
+        self._push_under_way = _PushUnderWay(setup.parts)
+        self._open_leases: list[int] = []
+        """Leases whose samples were handed out since the last push."""
+        self._error: RondeError | None = None
+        self._server = ServerCore(self.rank, setup, configuration) if self.is_server else None
+        self._worker = WorkerCore(self.rank, len(setup.parts), configuration)
+        """Of a rank that is only a server, it takes what is told to all members."""
+        self._changed = threading.Condition()
+        """Guards the WorkerCore, and tells that it has changed."""
+        self._is_served = threading.Event()
+        """Set when all parts of this server have values."""
+        self._may_handle = threading.Event()
+        """Set when the mailbox is there, which its thread needs."""
+        self._mailbox = self._group.open_mailbox(self._on_message, on_lost=self._on_lost)
+        self._may_handle.set()
+        self._load(configuration)
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The number of updates in the parameters that this rank has read."""
+        read = self._worker.read
+        return 0 if read is None or read.missing else read.version
+
+    @property
+    def staleness(self) -> int:
+        """How many updates of other workers there were between this rank's last read and its last push."""
+        return self._worker.staleness
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The ranks that are servers now, the sequencer first."""
+        return self._worker.configuration.servers
+
+    def stage(self, name: str, gradient: Array) -> None:
+        """Send the gradient of one parameter ahead of step() or push(), which then need not get it. Its elements are
+        copied, and count when the step is committed. For use in a backward pass, with each gradient when it is ready.
+        """
+        self._check_worker()
+        if name not in self._indices:
+            raise ValueError(f"there is no parameter {name!r}")
+        index = self._indices[name]
+        if index in self._push_under_way.gradients:
+            raise ValueError(f"the gradient of {name} was staged already; call step() first")
+        self._push_under_way.gradients[index] = self._check_gradient(name, gradient)
+        self._stage_parts(self._push_under_way.find_complete(index))
+
+    def step(
+        self,
+        gradients: Mapping[str, Array] | Sequence[Array] | None = None,
+        *,
+        lrs: Sequence[float] = (),
+    ) -> int:
+        """Push gradients, and read the parameters for the next step into `parameters`. Return their version.
+
+        Without gradients, all of them were given to stage(). `lrs` are learning rates by group of tensors, in place of
+        the optimizer's own; in "sync" mode those of the first worker count. It returns when the push is committed and
+        cannot be lost any more, and, unless the mode is "async", when no worker is too far behind.
+        """
+        self._push(gradients, lrs, read=True)
+        self._wait_until(self._is_stepped, f"step {self._step}")
+        return self._take_read()
+
+    def push(
+        self, gradients: Mapping[str, Array] | Sequence[Array] | None = None, *, lrs: Sequence[float] = ()
+    ) -> None:
+        """As step(), without reading: return when the gradients are committed."""
+        self._push(gradients, lrs, read=False)
+        self._wait_until(lambda: self._worker.committed_step == self._step, f"the push of step {self._step}")
+
+    def pull(self) -> int:
+        """Read the parameters, all of one version, into `parameters`. Return the version."""
+        self._check_worker()
+        with self._changed:
+            sends = self._worker.begin_read()
+        self._send(sends)
+        self._wait_until(self._has_read, "a read of the parameters")
+        return self._take_read()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters and the states of the optimizer, all of one version, as arrays by name: what is needed to go
+        on with training later, also on another number of servers (the argument `state`). Called by one worker or
+        several, whenever they like; `parameters` are not changed.
+        """
+        self._check_worker()
+        with self._changed:
+            sends = self._worker.begin_read(with_states=True)
+        self._send(sends)
+        self._wait_until(self._has_read, "a read of the parameters and their states")
+        with self._changed:
+            read = self._worker.read
+            assert read is not None
+            parts, read.values = read.values, {}
+        num_states = self._setup.optimizer.num_states
+        values = {name: np.empty_like(array) for name, array in self.parameters.items()}
+        states = {name: np.empty((num_states, *each.shape), each.dtype) for name, each in self.parameters.items()}
+        flat_values = [array.reshape(-1) for array in values.values()]
+        for index, copy in parts.items():
+            part = self._setup.parts[index]
+            rows = copy.reshape(1 + num_states, part.size)
+            part.scatter(rows[0], flat_values)
+            for number in range(num_states):
+                part.scatter(rows[1 + number], [each.reshape(num_states, -1)[number] for each in states.values()])
+        return {"version": read.version, "parameters": values, "optimizer": states}
+
+    def samples(self, num_samples: int, batch_size: int, *, epoch: int = 0) -> Iterator[Array]:
+        """Yield indices of samples to train on, batch_size at a time, until every sample of the epoch is used.
+
+        Each sample is used exactly once: a push acknowledges all samples that were yielded before it, and what a lost
+        worker has not acknowledged is given to others. Epochs are counted up by one.
+        """
+        self._check_worker()
+        if batch_size < 1 or num_samples < 0:
+            raise ValueError(f"samples: needs a batch_size of 1 or more, got {batch_size} of {num_samples} samples")
+        while True:
+            lease = self._take_lease(epoch, num_samples, batch_size)
+            if not lease.ranges:
+                return
+            self._open_leases.append(lease.number)
+            yield np.concatenate([np.arange(each.start, each.stop) for each in lease.ranges])
+
+    def serve(self) -> None:
+        """Wait until all workers have left. For a rank that is a server and no worker."""
+        with self._changed:
+            while not self._worker.is_finished:
+                self._check()
+                self._changed.wait(WAIT_CHECK_S)
+
+    def close(self) -> None:
+        """Leave, and wait until all workers have; the parts of this rank are served until then. Idempotent."""
+        if self.is_worker and not self._worker.has_left:
+            with self._changed:
+                sends = self._worker.leave()
+            self._send(sends)
+        self.serve()
+        if is_initialized() and current_world().joined_round.is_elastic:
+            current_world().control_thread.finish()  # all have: nobody has to be started for those that were lost
+        self._mailbox.close()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error this rank serves on until its round ends: then the others learn that it is gone.
+        if kind is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<ParameterServer {self._mailbox.name}: {len(self._setup.parts)} parts on ranks {self.servers}>"
+
+    # --- the start -------------------------------------------------------------------------------------------------
+
+    def _agree(
+        self,
+        optimizer: Optimizer,
+        mode: str,
+        staleness: int,
+        servers: Iterable[int] | None,
+        workers: Iterable[int] | None,
+        replicate: bool,
+        clip_norm: float,
+        groups: Mapping[str, int] | None,
+        version: int,
+    ) -> tuple[ServerSetup, Configuration]:
+        """What all members have to know alike. Raises Mismatch on all of them if they differ."""
+        ranks = self._group.ranks
+        server_ranks = ranks if servers is None else tuple(servers)
+        worker_ranks = ranks if workers is None else tuple(workers)
+        for what, chosen in (("servers", server_ranks), ("workers", worker_ranks)):
+            if not chosen or len({*chosen}) < len(chosen) or not {*chosen} <= {*ranks}:
+                raise ValueError(f"{what} must be different ranks of {self._group!r}, got {list(chosen)}")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be one of ronde.ps, such as ronde.ps.SGD, got {type(optimizer).__name__}")
+        settings = StalenessSettings(parse_mode(mode), staleness)
+        if clip_norm < 0 or staleness < 0:
+            raise ValueError(f"clip_norm and staleness must be 0 or more, got {clip_norm} and {staleness}")
+        tensors = tuple(
+            TensorSpec(name, array.shape, array.dtype.name, (groups or {}).get(name, 0))
+            for name, array in self.parameters.items()
+        )
+        if not any(tensor.size for tensor in tensors):
+            raise ValueError("a parameter server needs at least one parameter that is not empty")
+        own = (tensors, mode, staleness, tuple(server_ranks), tuple(worker_ranks), replicate, clip_norm)
+        described = objects.allgather(own, group=self._group)
+        if any(each != described[0] for each in described):
+            answers = {rank: _describe(each) for rank, each in zip(ranks, described, strict=True)}
+            raise Mismatch(f"ranks disagree on a parameter server: {format_rank_answers(answers)}")
+        agreed: Optimizer
+        agreed, version = objects.broadcast((optimizer, version), root=ranks[0], group=self._group)
+        parts = cut_into_parts(tensors, len(server_ranks), keep_whole=agreed.needs_whole_tensors)
+        setup = ServerSetup(parts, tuple(sorted(worker_ranks)), settings, agreed, clip_norm, version)
+        return setup, make_configuration(parts, server_ranks, replicate=replicate)
+
+    def _load(self, configuration: Configuration) -> None:
+        """The first rank gives the servers the first values; all workers read them."""
+        if self.rank == self._group.ranks[0]:
+            states = self._flatten_first_states()
+            for index, part in enumerate(self._setup.parts):
+                rows = [part.gather(self._flat), *(part.gather(flat) for flat in states)]
+                copy = np.concatenate(rows)
+                for to in configuration.replicas_of(index):
+                    self._mailbox.post(to, encode(PartCopy(1, index, 0, {})), copy)
+        if self._server is not None:
+            deadline = Deadline(self._group.operation_timeout_s)
+            while not self._server.is_ready:  # set by the thread of the mailbox
+                self._check()
+                if deadline.expired:
+                    raise OperationTimeout(f"rank {self.rank} did not get the first values of its parts in time")
+                self._is_served.wait(WAIT_CHECK_S)
+        self._group.barrier()
+        if self.is_worker:
+            self.pull()
+
+    def _load_state(self, state: Mapping[str, Any]) -> dict[str, Array]:
+        """Write the parameters of a state to this rank's, and return its states of the optimizer."""
+        given = state["parameters"]
+        if given.keys() != self.parameters.keys():
+            differ = sorted(given.keys() ^ self.parameters.keys())
+            raise ValueError(f"state must have the names of the parameters; these differ: {', '.join(differ)}")
+        for name, array in self.parameters.items():
+            array[...] = given[name]
+        return dict(state["optimizer"])
+
+    def _flatten_first_states(self) -> list[list[Array]]:
+        """By state of the optimizer and tensor, its first elements: zeros, unless a state was given."""
+        num_states = self._setup.optimizer.num_states
+        flattened: list[list[Array]] = []
+        for number in range(num_states):
+            flat = []
+            for name, array in self.parameters.items():
+                rows = self._first_states.get(name, np.zeros((num_states, *array.shape), array.dtype))
+                if rows.shape != (num_states, *array.shape):
+                    raise ValueError(
+                        f"state has another optimizer: {len(rows)} arrays for {name}, {num_states} are needed"
+                    )
+                flat.append(np.ascontiguousarray(rows[number], array.dtype).reshape(-1))
+            flattened.append(flat)
+        self._first_states = {}
+        return flattened
+
+    # --- what a worker does ----------------------------------------------------------------------------------------
+
+    def _push(
+        self, gradients: Mapping[str, Array] | Sequence[Array] | None, lrs: Sequence[float], *, read: bool
+    ) -> None:
+        self._check_worker()
+        under_way = self._push_under_way
+        if gradients is not None:
+            if under_way.gradients:
+                raise ValueError("gradients were given to stage() and to step(); give them to one of both")
+            under_way.gradients.update(enumerate(self._check_gradients(gradients)))
+        if len(under_way.gradients) < len(self.parameters):
+            missing = [name for name, index in self._indices.items() if index not in under_way.gradients]
+            raise ValueError(f"no gradient was given for {', '.join(missing)}")
+        if lrs and len(lrs) <= max(part.group for part in self._setup.parts):
+            raise ValueError(f"lrs must have one learning rate for each group of tensors, got {list(lrs)}")
+        self._stage_parts([index for index in range(len(self._setup.parts)) if index not in under_way.staged])
+        norm = math.sqrt(sum(under_way.squares[index] for index in sorted(under_way.squares)))
+        self._step += 1
+        self._push_under_way = _PushUnderWay(self._setup.parts)
+        leases, self._open_leases = self._open_leases, []
+        with self._changed:
+            sends = self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs)
+        self._send(sends)
+
+    def _stage_parts(self, indices: Iterable[int]) -> None:
+        """Send parts whose gradients are all there."""
+        under_way, step = self._push_under_way, self._step + 1
+        for index in indices:
+            piece = self._setup.parts[index].gather(under_way.gradients)
+            if self._noise is not None:
+                self._noise.add_to(piece, self.rank, step, index)
+            if self._setup.clip_norm and self.mode != "sync":  # there the norm of the mean counts, which servers know
+                under_way.squares[index] = float(np.dot(piece, piece))
+            under_way.staged.add(index)
+            with self._changed:
+                sends = self._worker.stage(step, index, piece)
+            self._send(sends)
+
+    def _check_gradients(self, gradients: Mapping[str, Array] | Sequence[Array]) -> list[Array]:
+        if isinstance(gradients, Mapping):
+            if gradients.keys() != self.parameters.keys():
+                differ = sorted(gradients.keys() ^ self.parameters.keys())
+                raise ValueError(f"gradients must have the names of the parameters; these differ: {', '.join(differ)}")
+            gradients = [gradients[name] for name in self.parameters]
+        if len(gradients) != len(self.parameters):
+            raise ValueError(f"there are {len(self.parameters)} parameters, and {len(gradients)} gradients were given")
+        return [self._check_gradient(name, each) for name, each in zip(self.parameters, gradients, strict=True)]
+
+    def _check_gradient(self, name: str, gradient: Array) -> Array:
+        parameter, array = self.parameters[name], np.asarray(gradient)
+        if array.shape != parameter.shape:
+            raise ValueError(f"the gradient of {name} must have the shape {parameter.shape}, got {array.shape}")
+        return array.astype(parameter.dtype, copy=False).reshape(-1)
+
+    def _has_read(self) -> bool:
+        read = self._worker.read
+        return read is not None and not read.missing
+
+    def _is_stepped(self) -> bool:
+        return self._has_read() and self._worker.committed_step == self._step
+
+    def _take_read(self) -> int:
+        """Write what was read to the parameters."""
+        with self._changed:
+            read = self._worker.read
+            assert read is not None and not read.missing
+            values, read.values = read.values, {}
+        for index, array in values.items():
+            self._setup.parts[index].scatter(array, self._flat)
+        return read.version
+
+    def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
+        with self._changed:
+            request, sends = self._worker.take_lease(epoch, num_samples, count)
+        self._send(sends)
+        leases, rejections = self._worker.leases, self._worker.rejections
+        self._wait_until(lambda: request in leases or request in rejections, f"samples of epoch {epoch}")
+        if request in rejections:
+            raise ValueError(f"samples: {rejections.pop(request)}")
+        return leases.pop(request)
+
+    def _wait_until(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait for answers of the servers. Servers that are silent for long are suspected."""
+        deadline, ping_at_s = Deadline(self._group.operation_timeout_s), time.monotonic() + self._suspect_s / 2
+        while True:
+            with self._changed:
+                while not is_done():
+                    self._check()
+                    if deadline.expired:
+                        raise OperationTimeout(
+                            f"{what} of rank {self.rank} was not answered within {deadline.timeout_s:g} s; the servers "
+                            f"are ranks {self.servers}, and workers wait for each other in mode {self.mode!r}"
+                        )
+                    if time.monotonic() >= ping_at_s:
+                        break
+                    self._changed.wait(WAIT_CHECK_S)
+                else:
+                    return
+                sends = self._worker.ping()
+                ping_at_s = time.monotonic() + self._suspect_s / 2
+            self._send(sends)
+
+    def _check_worker(self) -> None:
+        if not self.is_worker:
+            raise ValueError(f"rank {self.rank} is a server and no worker: it can only serve()")
+        if self._worker.has_left:
+            raise ValueError("the parameter server is closed")
+
+    def _check(self) -> None:
+        """Raise what has ended training."""
+        if self._worker.failure:
+            raise RondeError(
+                f"the parameter server cannot go on: {self._worker.failure}; start again from a checkpoint, or with "
+                "more servers and replicate=True"
+            )
+        error = self._error or self._mailbox.closed_error
+        if error is not None:
+            raise error
+
+    # --- in the thread of the mailbox ------------------------------------------------------------------------------
+
+    def _on_message(self, message: MailboxMessage) -> None:
+        self._may_handle.wait()
+        decoded, source, payload = decode(message.header), message.source, message.payload
+        is_for_workers = isinstance(decoded, FOR_WORKERS)
+        try:
+            if is_for_workers or isinstance(decoded, NewConfiguration):
+                with self._changed:
+                    sends = self._worker.handle(source, decoded, payload)
+                    self._changed.notify_all()
+                self._send(sends)
+            if self._server is not None and not is_for_workers:
+                self._carry_out(self._server.handle(source, decoded, payload, time.time()))
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _on_lost(self, rank: int, why: str) -> None:
+        self._may_handle.wait()
+        logger.info("rank %d: rank %d is gone (%s)", self.rank, rank, why)
+        if self._server is not None:
+            try:
+                self._carry_out(self._server.member_lost(rank, time.time()))
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+    def _fail(self, error: BaseException) -> None:
+        """This rank cannot serve any more; its program learns why, and so do the others."""
+        reason = f"the server of rank {self.rank} has failed: {error!r}"
+        with self._changed:
+            self._error = RondeError(f"the parameter server cannot go on: {reason}")
+            self._changed.notify_all()
+        if not isinstance(error, RoundEnded):
+            failed = ServersFailed(self._worker.configuration.epoch, reason)
+            self._send(OutgoingMessage(rank, failed) for rank in self._group.ranks if rank != self.rank)
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        assert self._server is not None
+        for action in actions:
+            if isinstance(action, Propose):
+                self._decide(action.configuration)
+            else:
+                self._send((action,))
+        if self._server.is_ready:
+            self._is_served.set()
+        if self._server.failure and not self._worker.failure:
+            with self._changed:
+                self._worker.failure = self._server.failure
+                self._changed.notify_all()
+
+    def _decide(self, configuration: Configuration) -> None:
+        """The servers may disagree on who is lost: what the coordinator has heard first holds for all."""
+        assert self._server is not None
+        key = f"{self._mailbox.name} epoch {configuration.epoch}"
+        decided = msgspec.msgpack.decode(self._group.decide(key, encode(configuration)), type=Configuration)
+        logger.info("rank %d: servers %s from epoch %d on", self.rank, decided.servers, decided.epoch)
+        self._carry_out(self._server.adopt(decided, time.time()))
+        with self._changed:
+            message = NewConfiguration(decided.epoch, decided)
+            sends = self._worker.handle(self.rank, message, None)
+            self._changed.notify_all()
+        self._send(sends)
+
+    def _send(self, messages: Iterable[OutgoingMessage]) -> None:
+        """Send without waiting. What is lost with a rank is sent again to another one, when the servers have
+        changed."""
+        for to, message, payload in messages:
+            try:
+                self._mailbox.post(to, encode(message), payload, wait=False)
+            except PeerLost:
+                continue
+            except RoundEnded:
+                if self._worker.is_finished:
+                    return
+                raise
+
+
+def _check_array(name: str, array: Any) -> Array:
+    if not isinstance(array, np.ndarray) or array.dtype.name not in ("float32", "float64"):
+        kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f"parameter {name} must be an array of float32 or float64, got {kind}")
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        raise ValueError(f"parameter {name} must be contiguous and writeable, because it is written in place")
+    return array
+
+
+def _describe(description: tuple[Any, ...]) -> str:
+    tensors, mode, staleness, servers, workers, replicate, clip_norm = description
+    names = ", ".join(f"{tensor.name} {tensor.dtype}{list(tensor.shape)}" for tensor in tensors[:4])
+    return (
+        f"{len(tensors)} tensors ({names}{', …' if len(tensors) > 4 else ''}), mode {mode!r}, staleness {staleness}, "
+        f"servers {list(servers)}, workers {list(workers)}, replicate {replicate}, clip_norm {clip_norm:g}"
+    )

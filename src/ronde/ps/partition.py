@@ -1,0 +1,209 @@
+"""How parameters are cut into parts, and which server holds which part. Without I/O.
+
+A part is at most 4 MB of one dtype and one group of hyper-parameters: some small tensors, or a piece of a large one. It
+is what travels in one message, and what is spread over servers. Each part has a primary and, if there is more than one
+server, a backup on another one. A Configuration says which; it changes when a server is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+
+MAX_PART_BYTES = 4 * 1024 * 1024
+MIN_PART_BYTES = 64 * 1024
+"""Smaller parts would cost more in messages than they gain in balance."""
+PARTS_PER_SERVER = 4
+"""At least so many, if they are not smaller than MIN_PART_BYTES: then servers can be loaded evenly."""
+NO_BACKUP = -1
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of the parameters, as all members know it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """The name of its NumPy type: float32 or float64."""
+    group: int = 0
+    """Tensors of one group have the same hyper-parameters."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+class TensorSlice(NamedTuple):
+    """Elements start to stop of a tensor that is flattened."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one message carries: slices of tensors, one behind the other."""
+
+    slices: tuple[TensorSlice, ...]
+    dtype: str
+    group: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return sum(piece.stop - piece.start for piece in self.slices)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * np.dtype(self.dtype).itemsize
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where its slices begin in the part, and where the last one ends."""
+        ends = [0]
+        for piece in self.slices:
+            ends.append(ends[-1] + piece.stop - piece.start)
+        return tuple(ends)
+
+    def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array]) -> Array:
+        """The elements of the part, in new memory."""
+        return np.concatenate([flat_tensors[piece.tensor][piece.start : piece.stop] for piece in self.slices])
+
+    def scatter(self, values: Array, flat_tensors: Sequence[Array]) -> None:
+        """Write the elements of the part back to where they belong."""
+        for piece, start, stop in zip(self.slices, self.bounds, self.bounds[1:], strict=False):
+            flat_tensors[piece.tensor][piece.start : piece.stop] = values[start:stop]
+
+
+def cut_into_parts(
+    tensors: Sequence[TensorSpec], num_servers: int, *, max_bytes: int = MAX_PART_BYTES, keep_whole: bool = False
+) -> tuple[Part, ...]:
+    """Cut tensors into parts, in their order. Every element is in exactly one part, and no part has more than
+    max_bytes, unless tensors are to be kept whole, as optimizers need it that look at norms of tensors."""
+    total_bytes = sum(tensor.size * np.dtype(tensor.dtype).itemsize for tensor in tensors)
+    limit_bytes = min(max_bytes, max(MIN_PART_BYTES, -(-total_bytes // (num_servers * PARTS_PER_SERVER))))
+    parts: list[Part] = []
+    slices: list[TensorSlice] = []
+    room = 0
+    kind = ("", 0)
+
+    def end_part() -> None:
+        if slices:
+            parts.append(Part(tuple(slices), *kind))
+            slices.clear()
+
+    for index, tensor in enumerate(tensors):
+        limit = max(1, limit_bytes // np.dtype(tensor.dtype).itemsize)
+        if (tensor.dtype, tensor.group) != kind:
+            end_part()
+            kind, room = (tensor.dtype, tensor.group), limit
+        if tensor.size > room and (keep_whole or tensor.size <= limit):  # a tensor that fits into one part is not cut
+            end_part()
+            room = limit
+        start = 0
+        while start < tensor.size:
+            if room <= 0:
+                end_part()
+                room = limit
+            stop = tensor.size if keep_whole else min(tensor.size, start + room)
+            slices.append(TensorSlice(index, start, stop))
+            room -= stop - start
+            start = stop
+    end_part()
+    return tuple(parts)
+
+
+class Configuration(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Which servers there are, and which parts they hold. There is one for each epoch."""
+
+    epoch: int
+    servers: tuple[int, ...]
+    """The ranks of the servers, in order. The first is the sequencer, the second its backup."""
+    primaries: tuple[int, ...]
+    """By part, the rank that workers send to and read from."""
+    backups: tuple[int, ...]
+    """By part, the rank that holds its copy; NO_BACKUP if none does."""
+
+    @property
+    def sequencer(self) -> int:
+        return self.servers[0]
+
+    @property
+    def sequencer_backup(self) -> int:
+        return self.servers[1] if len(self.servers) > 1 else NO_BACKUP
+
+    def replicas_of(self, part: int) -> tuple[int, ...]:
+        """The primary, and the backup if there is one."""
+        backup = self.backups[part]
+        return (self.primaries[part],) if backup == NO_BACKUP else (self.primaries[part], backup)
+
+
+class PartsLost(Exception):
+    """All replicas of some parts are gone, so there is no further configuration."""
+
+    def __init__(self, parts: Sequence[int], servers: Collection[int]) -> None:
+        self.parts = tuple(parts)
+        self.servers = tuple(sorted(servers))
+        super().__init__(f"{len(self.parts)} parts were only on servers {self.servers}")
+
+
+def make_configuration(parts: Sequence[Part], servers: Iterable[int], *, replicate: bool = True) -> Configuration:
+    """The configuration of the first epoch: the largest part first, each to the server that has the fewest bytes."""
+    ranks = tuple(servers)
+    if not ranks:
+        raise ValueError("a parameter server needs at least one rank as a server")
+    loads = dict.fromkeys(ranks, 0)
+    primaries, backups = [0] * len(parts), [NO_BACKUP] * len(parts)
+    for index in sorted(range(len(parts)), key=lambda index: -parts[index].num_bytes):
+        primaries[index] = _least_loaded(loads)
+        loads[primaries[index]] += parts[index].num_bytes
+    if replicate and len(ranks) > 1:
+        _add_backups(parts, ranks, primaries, backups)
+    return Configuration(1, ranks, tuple(primaries), tuple(backups))
+
+
+def remove_servers(configuration: Configuration, lost: Collection[int], parts: Sequence[Part]) -> Configuration:
+    """The configuration of the next epoch, without these servers. The backups of their parts become primaries, and
+    parts that had a backup and have none now get another one if there is a server for it. Raises PartsLost."""
+    servers = tuple(rank for rank in configuration.servers if rank not in lost)
+    primaries, backups = list(configuration.primaries), list(configuration.backups)
+    replicated = [backup != NO_BACKUP for backup in backups]
+    gone: list[int] = []
+    for index in range(len(primaries)):
+        living = [rank for rank in configuration.replicas_of(index) if rank in servers]
+        if not living:
+            gone.append(index)
+            continue
+        primaries[index], backups[index] = living[0], living[1] if len(living) > 1 else NO_BACKUP
+    if gone or not servers:
+        raise PartsLost(gone, lost)
+    if len(servers) > 1 and any(replicated):
+        _add_backups(parts, servers, primaries, backups)
+    return Configuration(configuration.epoch + 1, servers, tuple(primaries), tuple(backups))
+
+
+def _add_backups(parts: Sequence[Part], servers: Sequence[int], primaries: list[int], backups: list[int]) -> None:
+    """Give each part that has no backup one on another server than its primary, by bytes."""
+    loads = dict.fromkeys(servers, 0)
+    for index, part in enumerate(parts):
+        for rank in (primaries[index], backups[index]):
+            if rank != NO_BACKUP:
+                loads[rank] += part.num_bytes
+    for index in sorted(range(len(parts)), key=lambda index: -parts[index].num_bytes):
+        if backups[index] == NO_BACKUP:
+            others = {rank: load for rank, load in loads.items() if rank != primaries[index]}
+            backups[index] = _least_loaded(others)
+            loads[backups[index]] += parts[index].num_bytes
+
+
+def _least_loaded(loads: Mapping[int, int]) -> int:
+    return min(loads, key=lambda rank: (loads[rank], rank))

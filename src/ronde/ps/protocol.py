@@ -1,0 +1,195 @@
+"""The messages between workers and servers. Each is the header of a mailbox message; arrays are its payload.
+
+Every message carries the epoch of its sender's configuration. Decoding is strict: what no ronde of this version sends
+raises ProtocolError.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import NamedTuple
+
+import msgspec
+
+from ronde.errors import ProtocolError
+from ronde.ps.commit_log import Entry, LogRecord
+from ronde.ps.leases import Lease
+from ronde.ps.partition import Array, Configuration
+
+
+class ServerMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """A message of a parameter server."""
+
+    epoch: int
+
+
+# --- from workers to servers -----------------------------------------------------------------------------------------
+
+
+class StagePart(ServerMessage, frozen=True):
+    """The gradients of a part, for its primary, which passes them on to the backup. They count when they are
+    committed."""
+
+    worker: int
+    step: int
+    part: int
+
+
+class Submit(ServerMessage, frozen=True):
+    """An entry for the log, for the sequencer. A worker submits again what was not answered when the epoch changes."""
+
+    entry: Entry
+
+
+class SuspectServer(ServerMessage, frozen=True):
+    """A worker has waited for a server for too long, and got no answer to a Ping."""
+
+    server: int
+
+
+class Ping(ServerMessage, frozen=True):
+    """Is the server there?"""
+
+
+# --- from servers to workers -----------------------------------------------------------------------------------------
+
+
+class PartStaged(ServerMessage, frozen=True):
+    """All replicas of the part hold these gradients. From the last of them."""
+
+    step: int
+    part: int
+
+
+class PartValues(ServerMessage, frozen=True):
+    """The values of a part, from its primary: all parts with one number of a read are of one version."""
+
+    read: int
+    part: int
+    version: int
+
+
+class Committed(ServerMessage, frozen=True):
+    """The request of the worker is in the log, and in that of the sequencer's backup."""
+
+    request: int
+    version: int
+    staleness: int
+
+
+class LeaseGranted(ServerMessage, frozen=True):
+    """Samples for the worker."""
+
+    request: int
+    lease: Lease
+
+
+class Rejected(ServerMessage, frozen=True):
+    """The request of the worker cannot be done."""
+
+    request: int
+    reason: str
+
+
+class Pong(ServerMessage, frozen=True):
+    """The server is there."""
+
+
+class Finished(ServerMessage, frozen=True):
+    """All workers have left or are lost."""
+
+
+class ServersFailed(ServerMessage, frozen=True):
+    """All replicas of some parts are gone; nothing can go on."""
+
+    reason: str
+
+
+# --- between servers -------------------------------------------------------------------------------------------------
+
+
+class ReplicatePart(ServerMessage, frozen=True):
+    """As StagePart, from the primary to the backup."""
+
+    worker: int
+    step: int
+    part: int
+
+
+class PartNorm(ServerMessage, frozen=True):
+    """The squared norm of the mean gradient of a clock in one part, from its primary to the sequencer."""
+
+    clock: int
+    part: int
+    square: float
+
+
+class Append(ServerMessage, frozen=True):
+    """Records of the log, from the sequencer."""
+
+    records: tuple[LogRecord, ...]
+    stable: int
+    """All servers have the log up to this position, so nobody has to keep it."""
+
+
+class Appended(ServerMessage, frozen=True):
+    """The server has the log up to this position."""
+
+    position: int
+
+
+class NewConfiguration(ServerMessage, frozen=True):
+    """The configuration of a new epoch, from its sequencer, to all members."""
+
+    configuration: Configuration
+
+
+class LogTail(ServerMessage, frozen=True):
+    """Answer of a server to NewConfiguration: what it has of the log that others may lack."""
+
+    position: int
+    records: tuple[LogRecord, ...]
+
+
+class RequestCopy(ServerMessage, frozen=True):
+    """A new backup asks the primary for its part, as of this position of the log or later."""
+
+    part: int
+    position: int
+
+
+class PartCopy(ServerMessage, frozen=True):
+    """A part in one array: the values, then the states of the optimizer. Gradients that are staged went ahead."""
+
+    part: int
+    position: int
+    applied: dict[int, int]
+    """By worker, the last step of it that is in the values."""
+
+
+FOR_WORKERS = (PartStaged, PartValues, Committed, LeaseGranted, Rejected, Pong, Finished, ServersFailed)
+"""What workers get. All other messages are for servers, and NewConfiguration is for both."""
+
+
+class OutgoingMessage(NamedTuple):
+    """A message for a member."""
+
+    to: int
+    message: ServerMessage
+    payload: Array | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(functools.reduce(operator.or_, ServerMessage.__subclasses__()))
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode(header: bytes) -> ServerMessage:
+    """The message of a header."""
+    try:
+        message: ServerMessage = _decoder.decode(header)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(
+            f"a message of the parameter server that no ronde of this version sends: {error}"
+        ) from error
+    return message

@@ -1,0 +1,264 @@
+"""A worker: its pushes, reads and leases while they are under way. Without I/O.
+
+A push is staged part by part, and committed when all parts are staged on all their replicas. Whatever is not answered
+is sent again when the configuration changes; servers recognize what they have. A read that is under way then begins
+anew, because the parts that are missing can no longer be had in its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ronde.errors import ProtocolError
+from ronde.ps.commit_log import BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
+from ronde.ps.leases import Lease
+from ronde.ps.partition import Array, Configuration
+from ronde.ps.protocol import (
+    Committed,
+    Finished,
+    LeaseGranted,
+    NewConfiguration,
+    OutgoingMessage,
+    PartStaged,
+    PartValues,
+    Ping,
+    Pong,
+    Rejected,
+    ServerMessage,
+    ServersFailed,
+    StagePart,
+    Submit,
+    SuspectServer,
+)
+
+
+@dataclass(slots=True)
+class PendingPush:
+    """The gradients of one step, until they are committed."""
+
+    gradients: dict[int, Array] = field(default_factory=dict)
+    """By part. They are kept, and must not be changed, until they are committed."""
+    unstaged: set[int] = field(default_factory=set)
+    """The parts that are not known to be on all their replicas."""
+    entry: CommitPush | None = None
+    """What is to be submitted when all parts are staged."""
+
+
+@dataclass(slots=True)
+class PendingRead:
+    """A read until all parts have come."""
+
+    number: int
+    missing: set[int]
+    with_states: bool = False
+    """Whether the values of a part are followed by the states of the optimizer."""
+    version: int = -1
+    values: dict[int, Array] = field(default_factory=dict)
+
+
+class WorkerCore:
+    """One worker. Its owner calls stage(), commit() and so on, and gives it the messages; both return what to send."""
+
+    def __init__(self, rank: int, num_parts: int, configuration: Configuration) -> None:
+        self.rank = rank
+        self.configuration = configuration
+        self.failure = ""
+        """Why the servers cannot go on."""
+        self.is_finished = False
+        """Whether all workers have left or are lost."""
+        self.committed_step = 0
+        """The last step whose push is committed."""
+        self.staleness = 0
+        """Of that push: how many updates there were between its read and its commit."""
+        self.version = 0
+        """The newest version that this worker has heard of."""
+        self.leases: dict[int, Lease] = {}
+        """By request, leases that were granted and not taken by the owner."""
+        self.rejections: dict[int, str] = {}
+        """By request, why it cannot be done."""
+        self.has_left = False
+        """Whether the log knows that this worker has left."""
+        self.read: PendingRead | None = None
+        """The newest read; it is complete when nothing is missing."""
+        self._num_parts = num_parts
+        self._pushes: dict[int, PendingPush] = {}
+        """By step, those that are not committed."""
+        self._submitted: dict[int, Entry] = {}
+        """By request, what is not answered."""
+        self._last_request = 0
+        self._last_read = 0
+        self._silent: set[int] = set()
+        """Servers that were pinged and have not answered."""
+
+    # --- what the owner wants --------------------------------------------------------------------------------------
+
+    def stage(self, step: int, part: int, gradient: Array) -> list[OutgoingMessage]:
+        """Send the gradients of a part. They must not be changed until the step is committed."""
+        push = self._pushes.setdefault(step, PendingPush())
+        push.gradients[part] = gradient
+        push.unstaged.add(part)
+        return [self._stage_message(step, part, gradient)]
+
+    def commit(
+        self,
+        step: int,
+        *,
+        read: bool,
+        leases: Sequence[int] = (),
+        norm: float = 0.0,
+        lrs: Sequence[float] = (),
+    ) -> list[OutgoingMessage]:
+        """All parts of the step were given to stage(): commit them when they are staged, and read what follows."""
+        push = self._pushes[step]
+        assert len(push.gradients) == self._num_parts, "a push has all parts"
+        number = self._new_read() if read else 0
+        push.entry = CommitPush(self.rank, 0, step, number, tuple(leases), norm, tuple(lrs))
+        return self._submit_staged()
+
+    def begin_read(self, *, with_states: bool = False) -> list[OutgoingMessage]:
+        """Read the parameters without a push."""
+        return [self._submit(BeginRead(self.rank, 0, self._new_read(with_states), with_states))]
+
+    def take_lease(self, epoch: int, num_samples: int, count: int) -> tuple[int, list[OutgoingMessage]]:
+        """Ask for samples. Return the number of the request, under which `leases` gets them."""
+        send = self._submit(TakeLease(self.rank, 0, epoch, num_samples, count))
+        return self._last_request, [send]
+
+    def leave(self) -> list[OutgoingMessage]:
+        """This worker pushes and reads nothing any more."""
+        return [self._submit(RemoveWorker(self.rank, 0))]
+
+    def ping(self) -> list[OutgoingMessage]:
+        """Called when an answer takes long: ask all servers whether they are there, and report those that have not
+        answered since the last time."""
+        epoch, servers = self.configuration.epoch, self.configuration.servers
+        silent = self._silent.intersection(servers)
+        awake = [rank for rank in servers if rank not in silent]
+        sends = [OutgoingMessage(awake[0], SuspectServer(epoch, rank)) for rank in sorted(silent) if awake]
+        self._silent = set(servers)
+        return [*sends, *(OutgoingMessage(rank, Ping(epoch)) for rank in servers)]
+
+    # --- messages --------------------------------------------------------------------------------------------------
+
+    def handle(self, source: int, message: ServerMessage, payload: Array | None) -> list[OutgoingMessage]:
+        """A server has sent a message."""
+        self._silent.discard(source)
+        if isinstance(message, NewConfiguration):
+            return self._adopt(message.configuration)
+        if isinstance(message, PartStaged):
+            return self._on_staged(message)
+        if isinstance(message, PartValues):
+            self._on_values(message, payload)
+        elif isinstance(message, Committed):
+            self._on_committed(message)
+        elif isinstance(message, LeaseGranted):
+            if self._submitted.pop(message.request, None) is not None:
+                self.leases[message.request] = message.lease
+        elif isinstance(message, Rejected):
+            if self._submitted.pop(message.request, None) is not None:
+                self.rejections[message.request] = message.reason
+        elif isinstance(message, ServersFailed):
+            self.failure = self.failure or message.reason
+        elif isinstance(message, Finished):
+            self.is_finished = True
+        else:
+            assert isinstance(message, Pong), message
+        return []
+
+    def _on_staged(self, message: PartStaged) -> list[OutgoingMessage]:
+        push = self._pushes.get(message.step)
+        if push is None or message.epoch != self.configuration.epoch:
+            return []  # from an epoch before; it was sent again
+        push.unstaged.discard(message.part)
+        return self._submit_staged()
+
+    def _on_values(self, message: PartValues, values: Array | None) -> None:
+        read = self.read
+        if read is None or message.read != read.number or message.part not in read.missing or values is None:
+            return
+        if read.values and message.version != read.version:
+            raise ProtocolError(
+                f"rank {self.rank} reads version {read.version} of the parameters, and got part {message.part} of "
+                f"version {message.version}"
+            )
+        read.version = message.version
+        read.missing.discard(message.part)
+        read.values[message.part] = values
+        self.version = max(self.version, message.version)
+        if not read.missing:
+            self._submitted = {
+                request: entry
+                for request, entry in self._submitted.items()
+                if not (isinstance(entry, BeginRead) and entry.read <= read.number)
+            }
+
+    def _on_committed(self, message: Committed) -> None:
+        entry = self._submitted.pop(message.request, None)
+        self.version = max(self.version, message.version)
+        if isinstance(entry, CommitPush):
+            self.committed_step = max(self.committed_step, entry.step)
+            self.staleness = message.staleness
+            self._pushes.pop(entry.step, None)
+        elif isinstance(entry, RemoveWorker):
+            self.has_left = True
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _stage_message(self, step: int, part: int, gradient: Array) -> OutgoingMessage:
+        message = StagePart(self.configuration.epoch, self.rank, step, part)
+        return OutgoingMessage(self.configuration.primaries[part], message, gradient)
+
+    def _new_read(self, with_states: bool = False) -> int:
+        self._last_read += 1
+        self.read = PendingRead(self._last_read, set(range(self._num_parts)), with_states)
+        return self._last_read
+
+    def _submit(self, entry: Entry) -> OutgoingMessage:
+        """Give an entry its number, and send it."""
+        self._last_request += 1
+        entry = msgspec.structs.replace(entry, request=self._last_request)
+        self._submitted[self._last_request] = entry
+        return self._submit_message(entry)
+
+    def _submit_message(self, entry: Entry) -> OutgoingMessage:
+        return OutgoingMessage(self.configuration.sequencer, Submit(self.configuration.epoch, entry))
+
+    def _submit_staged(self) -> list[OutgoingMessage]:
+        """Submit the pushes that are staged, in the order of their steps."""
+        sends: list[OutgoingMessage] = []
+        for step in sorted(self._pushes):
+            push = self._pushes[step]
+            if push.entry is None or push.unstaged:
+                break
+            if not push.entry.request:
+                sends.append(self._submit(push.entry))
+                push.entry = msgspec.structs.replace(push.entry, request=self._last_request)
+        return sends
+
+    def _adopt(self, configuration: Configuration) -> list[OutgoingMessage]:
+        """The servers have changed: send again what was not answered, to those who are responsible now."""
+        if configuration.epoch <= self.configuration.epoch:
+            return []
+        self.configuration = configuration
+        sends = [
+            self._stage_message(step, part, push.gradients[part])
+            for step, push in sorted(self._pushes.items())
+            for part in sorted(push.unstaged)
+        ]
+        with_states = self.read is not None and self.read.with_states
+        reads_again = self.read is not None and bool(self.read.missing)
+        waiting_push = next((push for push in self._pushes.values() if push.entry and not push.entry.request), None)
+        submitted, self._submitted = self._submitted, {}
+        for request, entry in sorted(submitted.items()):
+            if isinstance(entry, BeginRead):
+                continue
+            if isinstance(entry, CommitPush):
+                entry = msgspec.structs.replace(entry, read=0)
+            self._submitted[request] = entry
+            sends.append(self._submit_message(entry))
+        if reads_again and not (waiting_push is not None and waiting_push.entry and waiting_push.entry.read):
+            sends += self.begin_read(with_states=with_states)
+        return sends

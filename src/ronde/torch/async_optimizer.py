@@ -1,0 +1,177 @@
+"""AsyncOptimizer: an optimizer of PyTorch whose steps a parameter server takes (ronde.ps)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ronde.comm.buffers import Array
+from ronde.comm.group import Group
+from ronde.ps import SGD, Adagrad, Adam, AdamW, GradientNoise, ParameterServer, RMSProp
+from ronde.ps import Optimizer as ServerOptimizer
+
+KNOWN: dict[type[Optimizer], tuple[Callable[..., ServerOptimizer], tuple[str, ...]]] = {
+    torch.optim.SGD: (SGD, ("momentum", "dampening", "weight_decay", "nesterov")),
+    torch.optim.Adam: (Adam, ("betas", "eps", "weight_decay")),
+    torch.optim.AdamW: (AdamW, ("betas", "eps", "weight_decay")),
+    torch.optim.Adagrad: (Adagrad, ("lr_decay", "weight_decay", "eps")),
+    torch.optim.RMSprop: (RMSProp, ("alpha", "eps", "weight_decay", "momentum", "centered")),
+}
+"""PyTorch's optimizers: what servers have in their place, and the options that both know."""
+NOT_KNOWN = ("maximize", "amsgrad", "differentiable", "initial_accumulator_value")
+"""Options of PyTorch's that servers do not have."""
+
+
+class AsyncOptimizer(Optimizer):
+    """The same optimizer, whose steps are taken by a parameter server: step() pushes the gradients and reads the
+    parameters. Made by all ranks alike; they begin with the parameters of the first rank.
+
+    It takes SGD, Adam, AdamW, Adagrad and RMSprop of PyTorch, or, as `server_optimizer`, one of ronde.ps for the
+    parameters of any. Their state is on the servers. Learning rates are read from `param_groups` in every step, so
+    schedulers work. `mode`, `staleness`, `servers`, `workers`, `replicate` and `clip_norm` are those of
+    ronde.ps.ParameterServer, and `noise` is a ronde.ps.GradientNoise.
+
+    With `overlap`, gradients are sent while the backward pass runs. Then a step has one backward pass, and nothing may
+    change gradients after it; an error says so. Parameters without a gradient are pushed with zeros.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        mode: str = "bounded",
+        staleness: int = 4,
+        noise: GradientNoise | None = None,
+        server_optimizer: ServerOptimizer | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        overlap: bool = False,
+        group: Group | None = None,
+        **options: Any,  # of ParameterServer
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"AsyncOptimizer takes an optimizer of PyTorch, got {type(optimizer).__name__}")
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        given = {id(parameter): name for name, parameter in named_parameters or ()}
+        self._named: dict[str, Tensor] = {}
+        groups: dict[str, int] = {}
+        for number, param_group in enumerate(self.param_groups):
+            for index, parameter in enumerate(param_group["params"]):
+                if parameter.requires_grad:
+                    name = given.get(id(parameter), f"{number}.{index}")
+                    self._named[name] = parameter
+                    groups[name] = number
+        arrays = {name: _as_array(name, parameter) for name, parameter in self._named.items()}
+        self._learns_lr = server_optimizer is None
+        """Whether the learning rates of param_groups count."""
+        self.server = ParameterServer(
+            arrays,
+            server_optimizer or make_server_optimizer(optimizer),
+            mode=mode,
+            staleness=staleness,
+            noise=noise,
+            groups=groups,
+            group=group,
+            **options,
+        )
+        """The parameter server: its version, staleness and servers."""
+        self._staged: dict[str, tuple[int, int]] = {}
+        """By name, gradients that were sent in the backward pass: the identity of the tensor, and its version."""
+        self._hooks: list[RemovableHandle] = []
+        if overlap:
+            for name, parameter in self._named.items():
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(name)))
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Push the gradients, and read the parameters for the next step. In "async" mode it waits for no other worker.
+        Return what the closure returns, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        staged, self._staged = self._staged, {}
+        for name, parameter in self._named.items():
+            gradient = parameter.grad
+            if name in staged:
+                if gradient is None or staged[name] != (id(gradient), gradient._version):
+                    raise ValueError(
+                        f"the gradient of {name} has changed since it was sent in the backward pass; make "
+                        "AsyncOptimizer with overlap=False to clip or accumulate gradients"
+                    )
+                continue
+            self.server.stage(name, _gradient_array(parameter))
+        lrs = [float(each["lr"]) for each in self.param_groups] if self._learns_lr else []
+        self.server.step(lrs=lrs)
+        return loss
+
+    def samples(self, num_samples: int, batch_size: int, *, epoch: int = 0) -> Iterator[Tensor]:
+        """Yield indices of samples to train on, until every sample of the epoch is used exactly once by some worker.
+        step() acknowledges those that were yielded before it; those of a lost worker are given to others."""
+        for indices in self.server.samples(num_samples, batch_size, epoch=epoch):
+            yield torch.from_numpy(indices)
+
+    def pull(self) -> int:
+        """Read the newest parameters, all of one version. Return the version: the number of updates."""
+        return self.server.pull()
+
+    def close(self) -> None:
+        """Leave, and wait until all workers have. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.server.close()
+
+    def _make_hook(self, name: str) -> Callable[[Tensor], None]:
+        def send(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            if name in self._staged:
+                raise ValueError(
+                    f"the gradient of {name} came twice before step(); make AsyncOptimizer with overlap=False to have "
+                    "several backward passes in a step"
+                )
+            self._staged[name] = (id(gradient), gradient._version)
+            self.server.stage(name, _gradient_array(parameter))
+
+        return send
+
+
+def make_server_optimizer(optimizer: Optimizer) -> ServerOptimizer:
+    """What servers do in the place of an optimizer of PyTorch. The groups of parameters keep their options."""
+    known = KNOWN.get(type(optimizer))
+    if known is None:
+        names = ", ".join(each.__name__ for each in KNOWN)
+        raise TypeError(
+            f"AsyncOptimizer knows {names}, got {type(optimizer).__name__}; give a server_optimizer, such as "
+            "ronde.ps.LAMB"
+        )
+    make, names_of_options = known
+    options: list[Mapping[str, Any]] = []
+    for param_group in optimizer.param_groups:
+        unknown = [name for name in NOT_KNOWN if param_group.get(name)]
+        if unknown:
+            raise ValueError(f"servers do not have the option {unknown[0]} of {type(optimizer).__name__}")
+        options.append({name: param_group[name] for name in names_of_options})
+    lr = float(optimizer.param_groups[0]["lr"])
+    first = max(options, key=lambda each: make(lr=lr, **each).num_states)
+    others = {number: each for number, each in enumerate(options) if each != first}
+    return make(lr=lr, groups=others, **first)
+
+
+def _as_array(name: str, parameter: Tensor) -> Array:
+    if parameter.device.type != "cpu":
+        raise TypeError(f"parameter {name} is on {parameter.device}; a parameter server takes those on the CPU")
+    array: Array = parameter.detach().numpy()
+    return array
+
+
+def _gradient_array(parameter: Tensor) -> Array:
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    array: Array = gradient.detach().numpy()
+    return array

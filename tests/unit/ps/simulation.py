@@ -1,0 +1,242 @@
+"""Workers and servers without processes: their cores, and a network that delivers in any order that FIFO links allow.
+
+A schedule (a random generator) decides which message is delivered next, and who is killed, stopped or woken when.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ronde.ps.partition import Array, Configuration, Part, TensorSlice, make_configuration
+from ronde.ps.protocol import (
+    FOR_WORKERS,
+    NewConfiguration,
+    OutgoingMessage,
+    PartCopy,
+    SuspectServer,
+    decode,
+    encode,
+)
+from ronde.ps.server import Propose, ServerCore, ServerSetup
+from ronde.ps.staleness import Mode, StalenessSettings
+from ronde.ps.worker import WorkerCore
+
+
+class CountingOptimizer:
+    """Adds gradients to the values, so the values count what was applied."""
+
+    num_states = 1
+
+    def update(
+        self, part: Part, values: Array, gradient: Array, states: Array, out: Array, step: int, lr: float | None
+    ) -> None:
+        states[0] += gradient  # must stay equal to the values, on all replicas
+        np.add(values, gradient, out=out)
+
+
+@dataclass(slots=True)
+class Lost:
+    """Stands behind the last message of a member that is gone."""
+
+    rank: int
+
+
+@dataclass(slots=True)
+class ScriptedWorker:
+    """Trains on leased samples until the epoch is over: the gradient of a sample is 1 at its index."""
+
+    core: WorkerCore
+    num_samples: int
+    num_parts: int
+    batch: int
+    step: int = 0
+    request: int = 0
+    lease_number: int = 0
+    is_done: bool = False
+    used: list[int] = field(default_factory=list)
+    """Samples whose push is acknowledged."""
+    under_way: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def start(self) -> list[OutgoingMessage]:
+        return self.core.begin_read()
+
+    def advance(self) -> list[OutgoingMessage]:
+        """Go on when what it waits for is there."""
+        core, read = self.core, self.core.read
+        if self.under_way and core.committed_step == self.step:
+            self.used += self.under_way
+            self.under_way = []
+        if self.is_done or read is None or read.missing or self.under_way:
+            return []
+        if read.version >= 0 and (not self.versions or self.versions[-1] != read.version):
+            self.versions.append(read.version)
+        if not self.request:
+            self.request, sends = core.take_lease(0, self.num_samples, self.batch)
+            return sends
+        if self.request not in core.leases:
+            return []
+        lease = core.leases.pop(self.request)
+        self.request = 0
+        if not lease.ranges:
+            self.is_done = True
+            return core.leave()
+        self.under_way = [index for each in lease.ranges for index in range(each.start, each.stop)]
+        gradient = np.zeros(self.num_samples)
+        gradient[self.under_way] = 1.0
+        self.step += 1
+        sends = [each for part in range(self.num_parts) for each in core.stage(self.step, part, gradient)]
+        return [*sends, *core.commit(self.step, read=True, leases=(lease.number,))]
+
+
+class Simulation:
+    """All members of a parameter server, and the messages between them."""
+
+    def __init__(
+        self,
+        schedule: random.Random,
+        *,
+        workers: Sequence[int],
+        servers: Sequence[int],
+        mode: Mode = Mode.ASYNC,
+        staleness: int = 0,
+        num_samples: int = 12,
+        num_parts: int = 3,
+        batch: int = 2,
+        clip_norm: float = 0.0,
+        replicate: bool = True,
+    ) -> None:
+        self.schedule = schedule
+        self.mode = mode
+        self.num_samples = num_samples
+        self.parts = tuple(Part((TensorSlice(index, 0, num_samples),), "float64", 0) for index in range(num_parts))
+        self.setup = ServerSetup(
+            self.parts, tuple(workers), StalenessSettings(mode, staleness), CountingOptimizer(), clip_norm
+        )
+        configuration = make_configuration(self.parts, servers, replicate=replicate)
+        self.ranks = sorted({*workers, *servers})
+        self.servers = {rank: ServerCore(rank, self.setup, configuration) for rank in servers}
+        self.workers = {
+            rank: ScriptedWorker(WorkerCore(rank, num_parts, configuration), num_samples, num_parts, batch)
+            for rank in workers
+        }
+        self.links: dict[tuple[int, int], deque[tuple[bytes, Array | None] | Lost]] = {}
+        self.dead: set[int] = set()
+        self.stopped: set[int] = set()
+        self.decided: dict[int, Configuration] = {}
+        self.now_s = 0.0
+        for rank in servers:
+            for index, part in enumerate(self.parts):
+                if rank in configuration.replicas_of(index):
+                    zeros = np.zeros(2 * part.size)
+                    self.send(workers[0], [OutgoingMessage(rank, PartCopy(1, index, 0, {}), zeros)])
+        for rank, worker in self.workers.items():
+            self.send(rank, worker.start())
+
+    # --- the network -----------------------------------------------------------------------------------------------
+
+    def send(self, source: int, actions: Iterable[object]) -> None:
+        for action in actions:
+            if isinstance(action, Propose):
+                configuration = action.configuration
+                decided = self.decided.setdefault(configuration.epoch, configuration)
+                self.send(source, self.servers[source].adopt(decided, self.now_s))
+                if source in self.workers:
+                    message = NewConfiguration(decided.epoch, decided)
+                    self.send(source, self.workers[source].core.handle(source, message, None))
+            else:
+                assert isinstance(action, OutgoingMessage)
+                if action.to not in self.dead:
+                    link = self.links.setdefault((source, action.to), deque())
+                    link.append((encode(action.message), action.payload))
+
+    def deliver_one(self) -> bool:
+        """Deliver the first message of some link; whether there was one."""
+        ready = [key for key, link in self.links.items() if link and key[1] not in self.stopped | self.dead]
+        if not ready:
+            return False
+        source, to = self.schedule.choice(sorted(ready))
+        item = self.links[source, to].popleft()
+        self.now_s += self.schedule.random()
+        if isinstance(item, Lost):
+            if to in self.servers:
+                self.send(to, self.servers[to].member_lost(item.rank, self.now_s))
+            return True
+        message, payload = decode(item[0]), item[1]
+        payload = None if payload is None else payload.copy()
+        is_for_worker = isinstance(message, FOR_WORKERS)
+        if to in self.workers and (is_for_worker or isinstance(message, NewConfiguration)):
+            self.send(to, self.workers[to].core.handle(source, message, payload))
+            self.check_read(self.workers[to].core)
+            self.send(to, self.workers[to].advance())
+        if to in self.servers and not is_for_worker:
+            self.send(to, self.servers[to].handle(source, message, payload, self.now_s))
+            self.check_replicas(self.servers[to])
+        return True
+
+    def kill(self, rank: int) -> None:
+        """The process of a rank is gone. Some of its last messages may be lost with it."""
+        self.dead.add(rank)
+        for other in self.ranks:
+            if other in self.dead:
+                self.links.pop((rank, other), None)
+                continue
+            self.links.pop((other, rank), None)
+            link = self.links.setdefault((rank, other), deque())
+            for _ in range(self.schedule.randint(0, len(link))):
+                link.pop()
+            link.append(Lost(rank))
+
+    def suspect(self, rank: int) -> None:
+        """A worker has waited for a server that is stopped for too long."""
+        for worker in self.workers.values():
+            core = worker.core
+            if core.rank not in self.dead | self.stopped and rank in core.configuration.servers:
+                awake = [each for each in core.configuration.servers if each != rank]
+                self.send(core.rank, [OutgoingMessage(awake[0], SuspectServer(core.configuration.epoch, rank))])
+
+    def run_until_ready(self) -> None:
+        """Deliver until all servers have the first values, as the caller of a parameter server waits for."""
+        while not all(server.is_ready for server in self.servers.values()):
+            assert self.deliver_one()
+
+    def run(self, max_deliveries: int = 1_000_000) -> None:
+        """Deliver until nothing is under way."""
+        for _ in range(max_deliveries):
+            if not self.deliver_one():
+                return
+        raise AssertionError("it does not come to an end")
+
+    # --- what has to hold at all times -----------------------------------------------------------------------------
+
+    def check_read(self, core: WorkerCore) -> None:
+        """All parts that a worker has got are of one version, and each sample is in it once at most."""
+        if core.read is not None and core.read.values:
+            first, *others = core.read.values.values()
+            assert all((first == other).all() for other in others), "versions are mixed"
+            if self.mode is not Mode.SYNC:
+                assert first.max(initial=0) <= 1, "a push was applied twice"
+
+    def check_replicas(self, server: ServerCore) -> None:
+        for replica in server.replicas.values():
+            if replica.values is not None:
+                size = replica.values.size
+                copy = replica.make_copy()
+                assert (copy[:size] == copy[size:]).all()
+
+    @property
+    def live_workers(self) -> list[ScriptedWorker]:
+        return [worker for rank, worker in self.workers.items() if rank not in self.dead]
+
+    def values(self) -> list[Array]:
+        """The values of all parts on all servers that are there, and were not left behind."""
+        found: list[Array] = []
+        for rank, server in self.servers.items():
+            if rank not in self.dead and not server.is_evicted:
+                found += [each.values for each in server.replicas.values() if each.values is not None]
+        return found
