@@ -19,6 +19,7 @@ import msgspec
 
 import ronde
 import ronde.dash
+import ronde.data
 import ronde.elastic
 import ronde.errors
 import ronde.settings
@@ -51,8 +52,8 @@ MADE_BY_RONDE = {
 def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.elastic](elastic.md) and"
-    yield "[ronde.dash](dash.md) have their own, and there are pages for what [metrics](metrics.md) and"
-    yield "[events](events.md) hold. Everything else may change without notice."
+    yield "[ronde.dash](dash.md) have their own, [ronde.data](data.md), too, and there are pages for what"
+    yield "[metrics](metrics.md) and [events](events.md) hold. Everything else may change without notice."
     yield from _describe_names(ronde)
 
 
@@ -73,6 +74,12 @@ def dash_page() -> Iterator[str]:
     yield f"# Names of ronde.dash\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde.dash`. The [guide](../guides/report.md) shows how to use them."
     yield from _describe_names(ronde.dash)
+
+
+def data_page() -> Iterator[str]:
+    yield f"# Names of ronde.data\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.data`. The [guide](../guides/data.md) shows how to use them."
+    yield from _describe_names(ronde.data)
 
 
 def metrics_page() -> Iterator[str]:
@@ -273,6 +280,7 @@ def pages() -> dict[Path, str]:
         "torch.md": torch_page(),
         "elastic.md": elastic_page(),
         "dash.md": dash_page(),
+        "data.md": data_page(),
         "settings.md": settings_page(),
         "run.md": run_page(),
         "errors.md": errors_page(),

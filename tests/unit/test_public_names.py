@@ -1,4 +1,4 @@
-"""The public names of ronde, ronde.torch, ronde.elastic and ronde.dash are lists that docs/reference shows. A new name
+"""The public names of ronde, ronde.torch, ronde.elastic, ronde.dash and ronde.data are lists that docs/reference shows. A new name
 shows there."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pytest
 
 import ronde
 import ronde.dash
+import ronde.data
 import ronde.elastic
 import ronde.torch
 
@@ -22,8 +23,9 @@ PAGES = pytest.mark.parametrize(
         (ronde.torch, "torch.md"),
         (ronde.elastic, "elastic.md"),
         (ronde.dash, "dash.md"),
+        (ronde.data, "data.md"),
     ],
-    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.dash"],
+    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.dash", "ronde.data"],
 )
 
 
