@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ronde.data.dataset import open_dataset
+from ronde.data.preparation import PrepareOptions, prepare
+from ronde.data.samples import decode_image
 from ronde.data.stream import Stream
 
-__all__ = ["Stream", "open_dataset"]
+__all__ = ["PrepareOptions", "Stream", "decode_image", "open_dataset", "prepare"]

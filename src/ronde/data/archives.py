@@ -47,11 +47,20 @@ class FileReader:
 
     classes: tuple[str, ...] = ()
 
-    def __init__(self, folder: DataFolder, table: BlockTable, *, trust: bool = False, decode: bool = True) -> None:
+    def __init__(
+        self,
+        folder: DataFolder,
+        table: BlockTable,
+        *,
+        trust: bool = False,
+        decode: bool = True,
+        decode_images: bool = True,
+    ) -> None:
         self.folder = folder
         self.table = table
         self._trust = trust
         self._decode = decode
+        self._decode_images = decode and decode_images
 
     def _range(self, block: int) -> tuple[ByteRange, str, int, int]:
         """The bytes of a block, the name of its file, its offset, and its number of samples."""
@@ -167,7 +176,9 @@ class TarReader(FileReader):
 
     def open(self, block: int) -> TarBlock:
         source, name, start, num_samples = self._range(block)
-        decode = functools.partial(decode_field, trust=self._trust) if self._decode else None
+        decode: Callable[[str, bytes], Any] | None = None
+        if self._decode:
+            decode = functools.partial(decode_field, trust=self._trust, images=self._decode_images)
         opened = TarBlock(source, f"{self.folder.url}/{name}", start, decode)
         if len(opened) != num_samples:
             raise DataError(f"{self.folder.url}/{name} has changed: the block at byte {start} has other samples")

@@ -65,6 +65,7 @@ def open_dataset(
     split: str | None = None,
     format: str | None = None,
     decode: bool = True,
+    decode_images: bool = True,
     trust: bool = False,
     cache: str | os.PathLike[str] | None = None,
     cache_bytes: int = 10 << 30,
@@ -72,7 +73,8 @@ def open_dataset(
     """Open the data at a path: a folder or URL with index.json, or with files of one other format, or one such file.
 
     `split` is a split of prepared data, or a folder of this name. With `cache`, what is far away is kept in this folder
-    of this machine, at most `cache_bytes` of it. Without `decode`, members of tar files, images and records stay bytes.
+    of this machine, at most `cache_bytes` of it. Without `decode`, members of tar files, images and records stay bytes;
+    without `decode_images`, only images.
     """
     folder = open_folder(path)
     files = folder.list_files()
@@ -95,7 +97,8 @@ def open_dataset(
         raise ValueError(f"format must be one of {', '.join(FORMATS)} and shards, got {name!r}")
     known = FORMATS[name]
     chosen = [info for info in files if known.matches(info.name)] or files
-    return known.make_reader(folder, _find_blocks(folder, chosen, name), trust=trust, decode=decode)
+    table = _find_blocks(folder, chosen, name)
+    return known.make_reader(folder, table, trust=trust, decode=decode, decode_images=decode_images)
 
 
 def choose_split(index: DataIndex, split: str | None, url: str) -> str:

@@ -109,9 +109,12 @@ def decode_sample(data: bytes) -> Sample:
 # --- members of archives, and files ------------------------------------------------------------------------------
 
 
-def decode_field(ending: str, data: bytes, *, trust: bool = False, limit_bytes: int = MAX_SAMPLE_BYTES) -> Any:
+def decode_field(
+    ending: str, data: bytes, *, trust: bool = False, images: bool = True, limit_bytes: int = MAX_SAMPLE_BYTES
+) -> Any:
     """The value of a member of an archive, by the ending of its name, as WebDataset has them: an image as an array of
-    bytes (rows, columns, 3), npy and npz as arrays, json, txt, cls. Bytes of other kinds stay bytes.
+    bytes (rows, columns, 3), npy and npz as arrays, json, txt, cls. Bytes of other kinds stay bytes, and images, too,
+    unless `images`.
 
     Pickles are refused unless `trust`, also in npy; then those of Python are loaded, and a .pt stays bytes for
     torch.load().
@@ -141,7 +144,7 @@ def decode_field(ending: str, data: bytes, *, trust: bool = False, limit_bytes: 
                 raise DataError(f"a member {shorten(ending)!r} is no whole number: {data[:20]!r}") from None
         case ".pkl" | ".pickle" | ".pyd":
             return pickle.loads(data)
-        case _ if last in IMAGE_ENDINGS:
+        case _ if images and last in IMAGE_ENDINGS:
             return decode_image(data, limit_bytes=limit_bytes)
     return data
 

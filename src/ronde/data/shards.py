@@ -231,6 +231,15 @@ class ShardBlock:
             raise DataError(f"{where} is truncated: the block at byte {start} has only {source.num_bytes} bytes")
 
     def read(self, row: int) -> Sample:
+        data = self.read_bytes(row)
+        try:
+            return decode_sample(data)
+        except DataError as error:
+            at = self._start + int(self._ends[row]) - len(data)
+            raise DataError(f"{self._where}: the sample at byte {at}: {error}") from None
+
+    def read_bytes(self, row: int) -> bytes:
+        """One sample as encode_sample() made it."""
         length = int(self._lengths[row])
         first = int(self._ends[row]) - length
         data = self._source.read(first, length)
@@ -238,10 +247,7 @@ class ShardBlock:
             raise DataError(f"{self._where} is truncated: it ends at byte {self._start + first + len(data)}")
         if zlib.crc32(data) != self._crcs[row]:
             raise DataError(f"{self._where} is damaged: the sample at byte {self._start + first} has another checksum")
-        try:
-            return decode_sample(data)
-        except DataError as error:
-            raise DataError(f"{self._where}: the sample at byte {self._start + first}: {error}") from None
+        return data
 
 
 class ShardReader:

@@ -224,7 +224,7 @@ class ImageFolderReader(FileReader):
         where = f"{self.folder.url}/{name}"
         if len(data) < source.num_bytes:
             raise DataError(f"{where} is truncated: it ends at byte {len(data)}")
-        return ImageBlock(data, sample, where, self._decode)
+        return ImageBlock(data, sample, where, self._decode_images)
 
 
 def class_of(name: str) -> str:
