@@ -1,5 +1,5 @@
-"""The public names of ronde, ronde.torch, ronde.elastic, ronde.dash and ronde.data are lists that docs/reference shows. A new name
-shows there."""
+"""The public names of ronde, ronde.torch, ronde.elastic, ronde.dash and ronde.data are lists that docs/reference shows.
+A new name shows there."""
 
 from __future__ import annotations
 

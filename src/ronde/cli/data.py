@@ -1,4 +1,4 @@
-"""`ronde data`: prepares data sets. Under `ronde run` all ranks share the work."""
+"""`ronde data`: prepares data sets, and moves them. Under `ronde run` all ranks share the work."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import msgspec
 
 from ronde.cli.arguments import Command, CommandParser, list_commands, print_error, run_command, whole_number
 from ronde.errors import RondeError
-from ronde.text import format_duration
+from ronde.text import format_bytes, format_duration
 
 COMMANDS = {
     "prepare": Command("ronde.cli.data:prepare", "Cut a data set into shards with checksums and an index."),
+    "upload": Command("ronde.cli.data:upload", "Copy prepared data to an object store, or another folder."),
+    "download": Command(
+        "ronde.cli.data:download", "Copy prepared data to this machine; on several hosts, a share to each."
+    ),
+    "verify": Command("ronde.cli.data:verify", "Compare all files of prepared data with their checksums."),
 }
 
 PREPARE_DESCRIPTION = """Cut a data set by a rule into shards with checksums and an index.
@@ -32,7 +37,7 @@ killed goes on where it was. All ranks have to see both folders."""
 def data(arguments: Sequence[str]) -> int:
     parser = CommandParser(
         "data",
-        "Prepare data sets for training.",
+        "Prepare data sets for training, and move them.",
         usage="COMMAND …",
         epilog=f"{list_commands(COMMANDS)}\n\n`ronde data COMMAND --help` has more.",
     )
@@ -114,6 +119,89 @@ def _prepare(options: Any, *, as_json: bool) -> None:
             already = " had been prepared" if result.was_complete else ""
             print(f"{options.output}{already}: {describe_index(result.index)}")
     ronde.shutdown()
+
+
+def upload(arguments: Sequence[str]) -> int:
+    parser = _make_transfer_parser("upload", "FOLDER URL [FLAGS]")
+    parser.add_argument("source", metavar="FOLDER", help="Prepared data.")
+    parser.add_argument("target", metavar="URL", help="As in s3://bucket/photos.")
+    return _transfer(parser, arguments, "upload")
+
+
+def download(arguments: Sequence[str]) -> int:
+    parser = _make_transfer_parser("download", "URL FOLDER [FLAGS]")
+    parser.add_argument("source", metavar="URL", help="Prepared data, as in s3://bucket/photos.")
+    parser.add_argument("target", metavar="FOLDER", help="Folder of this machine.")
+    parser.add_argument("--whole", action="store_true", help="On several hosts, copy everything to each of them.")
+    parser.add_flag(
+        "--splits", metavar="NAME,…", type=lambda text: text.split(","), help="Splits to copy. Default: all."
+    )
+    return _transfer(parser, arguments, "download")
+
+
+def _make_transfer_parser(name: str, usage: str) -> CommandParser:
+    parser = CommandParser(f"data {name}", COMMANDS[name].help, usage=usage)
+    parser.add_flag(
+        "--parallel", dest="num_parallel", metavar="N", type=whole_number, default=8, help="Files at a time."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
+    return parser
+
+
+def _transfer(parser: CommandParser, arguments: Sequence[str], name: str) -> int:
+    given = {flag: value for flag, value in vars(parser.parse(arguments)).items() if value is not None}
+    as_json = given.pop("json")
+
+    def carry_out() -> None:
+        import ronde
+        from ronde.data import transfer
+
+        ronde.init()
+        source, target = given.pop("source"), given.pop("target")
+        result = getattr(transfer, name)(source, target, on_progress=_show_transfer, **given)
+        if as_json:
+            print(msgspec.json.encode({"rank": ronde.rank(), **result._asdict()}).decode())
+        else:
+            print(f"{target}: {transfer.describe_transfer(result)}")
+        ronde.shutdown()
+
+    return _run(parser, carry_out)
+
+
+def _show_transfer(progress: Any) -> None:
+    step = max(1, progress.num_all_files // 10)
+    if progress.num_files % step == 0 or progress.num_files == progress.num_all_files:
+        size = format_bytes(progress.num_bytes)
+        print(f"{progress.num_files}/{progress.num_all_files} files, {size}", file=sys.stderr, flush=True)
+
+
+def verify(arguments: Sequence[str]) -> int:
+    parser = _make_transfer_parser("verify", "FOLDER|URL [FLAGS]")
+    parser.add_argument("path", metavar="FOLDER|URL", help="Prepared data.")
+    flags = parser.parse(arguments)
+    is_good = True
+
+    def carry_out() -> None:
+        nonlocal is_good
+        import ronde
+        from ronde.data import transfer
+
+        ronde.init()
+        damaged = transfer.verify(flags.path, num_parallel=flags.num_parallel, on_progress=_show_transfer)
+        is_good = not damaged
+        if ronde.rank() == 0:
+            if flags.json:
+                print(msgspec.json.encode([each._asdict() for each in damaged]).decode())
+            else:
+                for each in damaged:
+                    print(f"{each.name}: {each.problem}")
+                print(
+                    f"{flags.path}: "
+                    + (f"{len(damaged)} damaged files" if damaged else "all files are as they were written")
+                )
+        ronde.shutdown()
+
+    return _run(parser, carry_out) or int(not is_good)
 
 
 def _run(parser: CommandParser, carry_out: Callable[[], None]) -> int:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import io
 import os
+import platform
 import tempfile
 import threading
 from collections import OrderedDict
@@ -161,6 +162,11 @@ class LocalFolder:
             raise DataError(f"{path} is refused: a link on its way leads out of {self.root}")
         return path
 
+    def identity(self) -> str:
+        """Equal for ranks that see the same folder of the same machine."""
+        state = self.root.stat()
+        return f"{platform.node()}:{state.st_dev}:{state.st_ino}:{self._only or ''}"
+
     def list_files(self) -> list[FileInfo]:
         if self._only:
             return [_local_info(self._only, (self.root / self._only).stat())]
@@ -205,6 +211,11 @@ class LocalFolder:
 
     def remove(self, name: str) -> None:
         self.path_of(name).unlink(missing_ok=True)
+
+    def remove_unfinished(self) -> None:
+        """Remove what killed processes have left. Nobody may be writing to the folder."""
+        for path in self.root.rglob(f"{UNFINISHED_PREFIX}*"):
+            path.unlink(missing_ok=True)
 
 
 def _local_info(name: str, state: os.stat_result) -> FileInfo:

@@ -34,7 +34,7 @@ from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.data.dataset import SPLITS, open_dataset
-from ronde.data.files import UNFINISHED_PREFIX, LocalFolder, write_aside
+from ronde.data.files import LocalFolder, write_aside
 from ronde.data.samples import KEY, Sample, encode_sample
 from ronde.data.shards import (
     INDEX_NAME,
@@ -534,8 +534,7 @@ class Preparation:
             made_by=facts,
         )
         write_index(LocalFolder(self._output), index)
-        for left in self._output.rglob(f"{UNFINISHED_PREFIX}*"):  # by processes that were killed
-            left.unlink(missing_ok=True)
+        LocalFolder(self._output).remove_unfinished()
         shutil.rmtree(self._work)
         return index
 

@@ -60,6 +60,11 @@ class BlockTable:
         file_of = np.repeat(np.arange(len(listed)), [len(blocks) for _, blocks in listed])
         return cls(tuple(name for name, _ in listed), file_of, rows[:, 0], rows[:, 1], rows[:, 2])
 
+    def select(self, blocks: slice) -> BlockTable:
+        """A table of some of the blocks."""
+        chosen = (numbers[blocks] for numbers in (self.file_of, self.starts, self.sizes, self.lengths))
+        return BlockTable(self.files, *chosen)
+
     def fingerprint(self) -> str:
         """Changes when the order of an epoch would mean other samples."""
         digest = hashlib.sha256("\0".join(self.files).encode())

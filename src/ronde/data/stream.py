@@ -25,6 +25,7 @@ from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.data.dataset import open_dataset
+from ronde.data.files import LocalFolder
 from ronde.data.order import NUM_STREAMS, EpochOrder, assign_streams, choose_part, local_range
 from ronde.data.samples import Sample
 from ronde.data.shards import BlockReader, OpenBlock
@@ -240,8 +241,8 @@ class Stream(DataPosition):
     of ranks. `share` is the weight of this rank: one with twice the share gets twice the samples; give it on all ranks
     or on none. Gradients of DistributedOptimizer are weighted by the samples of each rank.
 
-    With `local=True` the path is that of this rank's own data, which other ranks do not have. All ranks come to the end
-    of the epoch together, those with more samples with larger batches.
+    With `local=True` the path is that of data that only this machine has; its ranks share them. All ranks come to the
+    end of the epoch together, those with more samples with larger batches.
 
     `transform` is called with each sample, a dict; `collate` with the list of a batch. Both run in `num_threads`
     threads, or with 0 in the calling one. `cache` is a folder for what is far away, of at most `cache_bytes`.
@@ -286,7 +287,7 @@ class Stream(DataPosition):
                 path, split=split, format=format, decode=decode, trust=trust, cache=cache, cache_bytes=cache_bytes
             )
 
-        reader = open_reader() if local else _open_once(open_reader, members)
+        reader = _open_own(open_reader, members) if local else _open_once(open_reader, members)
         is_single = global_batch is None and per_rank_batch is None
         self._loader = BatchLoader(
             reader,
@@ -402,6 +403,18 @@ class Stream(DataPosition):
 def _only_one(samples: list[Any]) -> Any:
     (sample,) = samples
     return sample
+
+
+def _open_own(open_reader: Callable[[], BlockReader], members: Group) -> BlockReader:
+    """The data of this machine, of which ranks that have the same folder take every n-th block. Collective."""
+    reader = open_reader()
+    folder = reader.folder
+    identity = folder.identity() if isinstance(folder, LocalFolder) else folder.url
+    told = objects.allgather(identity, group=members)
+    assert members.rank is not None
+    mates = [rank for rank, each in enumerate(told) if each == identity]
+    reader.table = reader.table.select(slice(mates.index(members.rank), None, len(mates)))
+    return reader
 
 
 def _open_once(open_reader: Callable[[], BlockReader], members: Group) -> BlockReader:
