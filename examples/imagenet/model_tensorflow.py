@@ -20,7 +20,8 @@ def make_alexnet(num_classes: int, *, image_size: int = 224, width: int = 4096) 
     """
     if image_size < 63:
         raise ValueError(f"AlexNet needs images of at least 63 pixels, got {image_size}")
-    start = {"kernel_initializer": "he_normal", "activation": "relu"}
+    he_normal = keras.initializers.VarianceScaling(2.0, "fan_in", "untruncated_normal")  # as in model.py
+    start = {"kernel_initializer": he_normal, "activation": "relu"}
     model = keras.Sequential(
         [
             layers.Input((image_size, image_size, 3), dtype="uint8"),

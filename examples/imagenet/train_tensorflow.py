@@ -52,7 +52,7 @@ class Trainer:
         schedule = keras.optimizers.schedules.CosineDecay(
             lr * 0.1 if num_warm else lr, max(1, self.num_steps - num_warm), **warmup
         )
-        self.optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01)
+        self.optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01, epsilon=1e-8)  # as in train.py
         if options.amp == "float16":  # small gradients would be zero without a loss scale
             self.optimizer = keras.mixed_precision.LossScaleOptimizer(self.optimizer)
         self.optimizer.build(self.model.trainable_variables)

@@ -25,7 +25,8 @@ rank, size = ronde.rank(), ronde.size()
 digits = load_digits()
 order = np.random.default_rng(0).permutation(len(digits.target))  # the same on every rank
 x, y = digits.data[order].astype("float32") / 16, digits.target[order]
-shard = slice(rank, 1500 // size * size, size)  # equally many on every rank
+# 32 of the images for each rank in a step; in each epoch another order, which is the same on all ranks.
+train = ronde.keras.shard((x[:1500], y[:1500]), per_rank_batch=32, seed=0)
 x_test, y_test = x[1500 + rank :: size], y[1500 + rank :: size]  # here one rank may have more
 
 model = keras.Sequential(
@@ -50,10 +51,9 @@ callbacks = [
 if options.save:
     best = ronde.keras.callbacks.ModelCheckpoint(str(options.save), monitor="val_accuracy", save_best_only=True)
     callbacks.append(best)
-history = model.fit(
-    x[shard],
-    y[shard],
-    batch_size=32,
+model.fit(
+    train,
+    shuffle=False,  # that is done by shard()
     epochs=options.epochs,
     validation_data=(x_test, y_test),
     callbacks=callbacks,

@@ -25,11 +25,9 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -38,11 +36,16 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/job_queue.h"
 #include "ronde.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
+
+using ronde_kernels::JobQueue;
+using ronde_kernels::kForked;
+using ronde_kernels::kStopped;
 
 // --- TensorFlow's C API ----------------------------------------------------------------------------------------------
 
@@ -196,10 +199,6 @@ RondeFunctions ronde{};
 
 std::atomic<bool> is_forked_child{false};
 
-constexpr const char* kForked =
-    "this process is a forked child of a rank and cannot take part; start workers with the method 'spawn'";
-constexpr const char* kStopped = "ronde has ended in this process, because the process is ending";
-
 // What a node of the graph asks for: its attributes.
 struct Operation {
   bool same_shape = false;  // whether outputs are like the inputs
@@ -300,56 +299,8 @@ void end_kernel(Job* job, int code, const char* text) {
 }
 
 // Jobs for the thread of Python.
-class JobQueue {
- public:
-  void put(std::unique_ptr<Job> job) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!stopped_) {
-        jobs_.push_back(std::move(job));
-        changed_.notify_one();
-        return;
-      }
-    }
-    end_kernel(job.get(), kUnknown, kStopped);
-  }
-
-  // Returns the next job; null after timeout_s or when stopped.
-  Job* take(double timeout_s) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return stopped_ || !jobs_.empty(); });
-    if (jobs_.empty()) return nullptr;
-    Job* job = jobs_.front().release();
-    jobs_.pop_front();
-    return job;
-  }
-
-  bool is_stopped() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return stopped_;
-  }
-
-  void stop() {
-    std::deque<std::unique_ptr<Job>> left;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopped_ = true;
-      left.swap(jobs_);
-      changed_.notify_all();
-    }
-    for (auto& job : left) end_kernel(job.get(), kUnknown, kStopped);
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::unique_ptr<Job>> jobs_;
-  bool stopped_ = false;
-};
-
-// Never destroyed: kernels may run while the process ends.
-JobQueue& job_queue() {
-  static JobQueue* queue = new JobQueue;
+JobQueue<Job>& job_queue() {
+  static auto* queue = new JobQueue<Job>([](Job* job) { end_kernel(job, kUnknown, kStopped); });
   return *queue;
 }
 

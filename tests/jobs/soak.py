@@ -142,7 +142,7 @@ class SoakJob:
 def is_training(job: SoakJob, seconds: float) -> bool:
     """Whether no worker can have finished training yet. What is lost behind training fails the job: nobody makes up
     for it."""
-    return time.time() - job.lines[0]["at"] < seconds - 1.0
+    return bool(time.time() - job.lines[0]["at"] < seconds - 1.0)
 
 
 # --- faults ------------------------------------------------------------------------------------------------------

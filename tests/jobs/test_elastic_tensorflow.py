@@ -79,3 +79,12 @@ def test_fit_goes_on_in_the_middle_of_an_epoch(backend: str, kind: str, faults: 
         assert result["counts"] == [3.0], f"worker {worker}: {results}"
         assert result["forward"] == result["steps"] == result["iterations"] == 30, result
         assert result["epoch"] == [3, 0, 3], result
+
+
+def test_a_worker_that_comes_later_may_use_optimizers_in_another_order(tmp_path: Path) -> None:
+    faults = {"1 7": "kill", "0 9": "await 3 ranks", "2 9": "await 3 ranks"}
+    results = train(tmp_path, "elastic_optimizers", faults, KERAS_BACKEND="tensorflow")
+    assert 3 in results, "the one that came later"
+    for result in results.values():
+        assert result == results[3] and result["iterations"] == [4, 8, 1], results
+        assert len(set(result["names"])) == 3

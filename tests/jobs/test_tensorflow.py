@@ -59,6 +59,19 @@ def test_the_checks_pass_with_kernels_and_through_python(python: Path, ops: str,
 
 
 @needs_tensorflow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_script_of_the_guide_runs(num_ranks: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = (ROOT / "docs/guides/tensorflow.md").read_text()
+    (code,) = re.findall(r'^```python\n(""".*?)^```$', text, re.DOTALL | re.MULTILINE)
+    script.write_text(code)
+    start = RUN if num_ranks == 2 else ()
+    env = environment(KERAS_BACKEND="tensorflow")
+    printed = output_of([*start, TENSORFLOW, script], cwd=tmp_path, env=env, limit_s=LONG_S)
+    assert "found [1.0, -2.0, 0.5]" in printed
+
+
+@needs_tensorflow
 @pytest.mark.parametrize("case", ["step", "operation"])
 def test_a_rank_that_is_killed_is_named_by_the_error_of_the_graph(case: str, tmp_path: Path) -> None:
     words = [*RUN, TENSORFLOW, "-m", "tests.jobs.tensorflow_checks.faults", case, tmp_path]
@@ -79,6 +92,8 @@ def test_what_others_do_not_come_to_ends_with_an_error_that_names_them(tmp_path:
     assert f"{late}: the one before it, which has timed out, still waits for other ranks" in again
     for each in gradients:
         assert "rank 1 did not connect" in each and "within 5 s" in each
+    seen = (tmp_path / "rank-1").read_text()
+    assert "rank 0 did not come to open" in seen and "within 5 s" in seen and "join()" in seen
 
 
 @needs_tensorflow
@@ -96,7 +111,7 @@ def test_what_runs_twice_at_once_or_was_abandoned_is_an_error_and_works_in_the_n
     for each in (*rank_0[5:7], *rank_1[3:5]):
         assert "the training step before was abandoned on rank 0" in each
     for each in (rank_0[7], rank_1[5]):
-        assert "ValueError: a TensorFlow graph uses group" in each and "of an earlier round" in each
+        assert "ValueError: a compiled graph uses group" in each and "of an earlier round" in each
 
 
 @needs_tensorflow

@@ -1,5 +1,5 @@
-"""The public names of ronde, ronde.torch, ronde.elastic, ronde.dash and ronde.data are lists that docs/reference shows.
-A new name shows there."""
+"""The public names of ronde, ronde.torch, ronde.tensorflow, ronde.keras, ronde.elastic, ronde.dash and ronde.data
+are lists that docs/reference shows. A new name shows there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import ronde.dash
 import ronde.data
 import ronde.elastic
 import ronde.torch
+from tools.reference import public_names
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs/reference"
 PAGES = pytest.mark.parametrize(
@@ -33,6 +34,17 @@ PAGES = pytest.mark.parametrize(
 def test_every_public_name_is_documented_and_nothing_else(module: ModuleType, page: str) -> None:
     headings = re.findall(r"^## (\w+)$", (REFERENCE / page).read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(headings) == sorted(module.__all__)
+
+
+@pytest.mark.parametrize("package", ["tensorflow", "keras"])
+def test_every_public_name_of_a_framework_that_is_not_here_is_documented_with_its_text(package: str) -> None:
+    page = (REFERENCE / f"{package}.md").read_text(encoding="utf-8")
+    described = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    assert sorted(described) == sorted(public_names(f"ronde.{package}"))
+    without_text = [
+        name for name, text in described.items() if not re.sub(r"```.*?```", "", text, flags=re.DOTALL).strip()
+    ]
+    assert without_text == []
 
 
 @PAGES

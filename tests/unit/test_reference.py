@@ -36,6 +36,22 @@ def test_classes_are_shown_with_their_parameters_and_attributes_unless_these_are
         assert hidden not in page, hidden
 
 
+def test_classes_and_functions_of_tensorflow_and_keras_are_shown_as_their_sources_have_them() -> None:
+    tensorflow, keras = pages()[FOLDER / "tensorflow.md"], pages()[FOLDER / "keras.md"]
+    for shown in (
+        "ronde.tensorflow.broadcast(x: Any, *, root: int=0, group: Group | None=None, name: str | None=None) -> Any\n",
+        "\n- `dataset`: The batches of this rank as a tf.data.Dataset",
+        "\n- `consumed`: How many samples",
+        "\n- `set_epoch(epoch: int) -> None`: ",
+        "\n- `bucket_mb: float | None = None`: ",
+    ):
+        assert shown in tensorflow, shown
+    assert "ronde.tensorflow.ShardedDataset(" not in tensorflow
+    assert "- `ronde.keras.callbacks.TrackState(state: State, *, commit_every: int | None=100)`: Keeps" in keras
+    assert "ronde.keras.SyncBatchNormalization(*args: Any, group: Group | None=None, **kwargs: Any)" in keras
+    assert "on_epoch_begin" not in keras
+
+
 @pytest.mark.parametrize(
     ("heading", "structs"),
     [("ronde top --json", [JobStatus, RankStatus, RoundRecord]), ("ronde stack --json", [RankStack])],

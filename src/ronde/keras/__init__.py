@@ -16,10 +16,10 @@ import ronde.keras.elastic_state  # noqa: F401 - registers the parts of an elast
 from ronde.errors import OutOfSync
 from ronde.keras import callbacks
 from ronde.keras.batch_norm import SyncBatchNormalization
-from ronde.keras.callbacks import average_metrics
 from ronde.keras.optimizer import DistributedOptimizer, load_model
 from ronde.keras.sharding import ShardedArrays, shard
 from ronde.keras.variables import broadcast_parameters, check_in_sync
+from ronde.training.metrics import average_metrics
 
 __all__ = [
     "DistributedOptimizer",

@@ -6,7 +6,7 @@ local, and is Keras' own.
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -54,14 +54,20 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             return own[1], own[2]
         return combine_moments(*own, group=self._group)
 
-    def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
-        """What it returns has the shape of its inputs; so nothing has to run to find that out."""
-        return keras.KerasTensor(args[0].shape, dtype=self.compute_dtype)
+    def compute_output_spec(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # What it returns has the shape of its inputs; so nothing has to run to find that out.
+        return keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
 
 
 def combine_moments(count: Any, mean: Any, variance: Any, *, group: Group | None) -> tuple[Any, Any]:
     """Mean and variance over all members, of each member's number of values, mean and variance per channel; collective,
     and differentiable once."""
-    moments = import_module(f"ronde.{keras.backend.backend()}.moments")
-    combined_mean, combined_variance = moments.combine_moments(count, mean, variance, group)
+    combine: Callable[..., Any]
+    if keras.backend.backend() == "torch":
+        from ronde.torch.batch_norm import combine_moments as combine
+    elif keras.backend.backend() == "jax":
+        from ronde.jax.moments import combine_moments as combine
+    else:
+        from ronde.tensorflow.collectives import combine_moments as combine
+    combined_mean, combined_variance = combine(count, mean, variance, group)
     return combined_mean, combined_variance

@@ -28,7 +28,7 @@ from ronde.keras.variables import broadcast_parameters, variables_of
 from ronde.text import format_rank_answers
 from ronde.training.data_position import DataPosition
 from ronde.training.learning_rate import warmup
-from ronde.training.metrics import weighted_means, weighted_values
+from ronde.training.metrics import average_metrics
 
 
 class BroadcastInitialState(keras.callbacks.Callback):
@@ -230,17 +230,6 @@ def count_samples(model: Any) -> float:
     return 1.0
 
 
-def average_metrics(
-    values: Mapping[str, Any], *, count: float | Mapping[str, float] = 1.0, group: Group | None = None
-) -> dict[str, float]:
-    """Return the means over all ranks, weighted by `count`, the number of samples that this rank's values stand for.
-
-    For what model.evaluate(…, return_dict=True) returns. Every rank calls it, even one without a sample: with count=0
-    its values do not count. Every rank gets the same numbers.
-    """
-    return weighted_means(objects.allgather(weighted_values(values, count), group=group))
-
-
 class LearningRateSchedule(keras.callbacks.Callback):
     """Sets the learning rate to initial_lr * multiplier in the epochs from start_epoch to before end_epoch.
 
@@ -331,6 +320,7 @@ class LearningRateWarmup(LearningRateSchedule):
             steps_per_epoch=steps_per_epoch,
         )
         self.warmup_epochs = warmup_epochs
+        self._is_rising = False  # whether the last rate is still to be set
 
     def _rise(self, epoch: float) -> float:
         num_steps = round(self.warmup_epochs * self._num_steps)
@@ -339,8 +329,17 @@ class LearningRateWarmup(LearningRateSchedule):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the learning rate while the warm-up lasts."""
-        if self._epoch + batch / self._num_steps < self.warmup_epochs:
+        epoch = self._epoch + batch / self._num_steps
+        if epoch < self.warmup_epochs:
             super().on_train_batch_begin(batch, logs)
+            self._is_rising = self.multiplier(epoch) < 1.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Set the last learning rate, if that was not done: with steps_per_execution, Keras tells only of the first and
+        the last batch of an execution."""
+        if self._is_rising and self._epoch + (batch + 1) / self._num_steps >= self.warmup_epochs:
+            self._is_rising = False
+            set_learning_rate(self.model, self.initial_lr, correct=self.momentum_correction)
 
 
 def set_learning_rate(model: Any, lr: float, *, correct: bool) -> None:

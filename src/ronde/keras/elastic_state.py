@@ -6,7 +6,7 @@ random generators. They are kept at every step end, and return to that when a ra
 has change only when it steps, so only commit() copies them, and whether it has begun to step decides what happens after
 a loss:
 
-tensorflow   the counter of ronde.tensorflow.step_counter, which is raised before an optimizer gets gradients
+tensorflow   the counter of reductions in ronde.tensorflow.gradients, which is raised before an optimizer gets gradients
 torch        the optimizer's own counter of iterations: Python runs in every step
 jax          a step of fit() gives its memory away to the next state, so that nothing is left of an interrupted one:
              training goes on from the last commit. Elsewhere as with torch
@@ -22,6 +22,7 @@ import numpy as np
 
 from ronde.comm.world import current_world
 from ronde.elastic.state import State, StatePart, register_check, register_part
+from ronde.keras.gradients import KerasGradientReduction
 from ronde.keras.optimizer import DistributedBase
 from ronde.keras.variables import broadcast_parameters
 
@@ -147,11 +148,12 @@ class KerasOptimizerPart(StatePart):
         return self._is_counted or keras.backend.backend() != "tensorflow"
 
     def reset(self) -> None:
-        for each in (self._optimizer, getattr(self._optimizer, "inner_optimizer", None)):
-            if isinstance(each, DistributedBase):
-                each.gradient_reduction.reset()
+        for each in reductions_of(self._optimizer):
+            each.reset()
 
     def sync(self, givers: Sequence[int]) -> None:
+        for each in reductions_of(self._optimizer):
+            each.agree_on_name()
         broadcast_parameters(self._find_variables().variables, givers[0], group=current_world().group)
 
     @property
@@ -199,13 +201,20 @@ class KerasOptimizerPart(StatePart):
             optimizer.build(found[0].trainable_variables)
 
 
+def reductions_of(optimizer: Any) -> list[KerasGradientReduction]:
+    """What averages the gradients of an optimizer: none if it is not distributed, two if it has a loss scale and
+    accumulates gradients."""
+    found = (optimizer, getattr(optimizer, "inner_optimizer", None))
+    return [each.gradient_reduction for each in found if isinstance(each, DistributedBase)]
+
+
 def count_reductions() -> int:
     """How many times gradients were reduced by TensorFlow in this process; 0 with other backends."""
     if keras.backend.backend() != "tensorflow":
         return 0
-    from ronde.tensorflow import step_counter
+    from ronde.tensorflow import gradients
 
-    return step_counter.count_reductions()
+    return gradients.count_reductions()
 
 
 def have_values(variables: Sequence[Any]) -> bool:

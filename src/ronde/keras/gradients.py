@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import keras
 import numpy as np
 
+from ronde.comm import objects
 from ronde.comm.buffers import Array
 from ronde.comm.call import mismatch_error
 from ronde.comm.collectives import mark_step
@@ -37,7 +38,9 @@ ADVICE = (
     "checkpoint. If they are meant to differ, compare_at_step=0 or RONDE_COMPARE_AT_STEP=0 turns this off"
 )
 _num_reductions: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-"""How many optimizers have averaged gradients over each group."""
+"""How many optimizers have got a name in each group. A group belongs to one round."""
+_agreed_names: WeakKeyDictionary[Group, set[str]] = WeakKeyDictionary()
+"""The names that optimizers have brought into the round of each group."""
 
 
 class KerasGradientReduction:
@@ -48,6 +51,7 @@ class KerasGradientReduction:
         self._group = group
         self._codec = codec
         self._name = ""
+        self._is_owner = False  # of the channels on which TensorFlow reduces its gradients
         self._num_steps = 0
         self._step_variable: Any = None  # on TensorFlow, where Python does not run in every step
         self._compared_variables: Sequence[Any] = ()
@@ -114,9 +118,18 @@ class KerasGradientReduction:
         """Which optimizer of the group this is, counted when it is first used: the same on all ranks."""
         if not self._name:
             members = resolve_group(self._group)
-            number = _num_reductions[members] = _num_reductions.get(members, 0) + 1
-            self._name = f"ronde.keras.{number}"
+            taken = _agreed_names.get(members, set())
+            while not self._name or self._name in taken:
+                number = _num_reductions[members] = _num_reductions.get(members, 0) + 1
+                self._name = f"ronde.keras.{number}"
         return self._name
+
+    def agree_on_name(self) -> None:
+        """Take the name under which other ranks have used this optimizer, if this one has not. Called in a new round,
+        by all of its ranks: one that has just come may use optimizers in another order than the others once did."""
+        members = resolve_group(None)
+        self._name = next(filter(None, [self._name, *objects.allgather(self._name)]), "")
+        _agreed_names.setdefault(members, set()).add(self._name)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -189,7 +202,11 @@ class KerasGradientReduction:
 
     def _reduce_tensorflow(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         from ronde.tensorflow.gradients import reduce_gradients
+        from ronde.tensorflow.plan_channels import plan_channels
 
+        if not self._is_owner:
+            self._is_owner = True
+            plan_channels.set_owner(self, self.name)
         if self._compare_at_step:
             self._add_comparison(variables)
         return reduce_gradients(
@@ -228,32 +245,27 @@ class KerasGradientReduction:
         return self._num_steps == self._compare_at_step
 
     def _compare(self, arrays: Sequence[Array]) -> None:
-        """Compare the values of the variables over all ranks; OutOfSync names the first that differs. It may run in a
-        thread of the framework, so the operation has a name."""
-        members = resolve_group(self._group)
-        checksums = checksum_arrays(self._compared_variables, arrays)
-        mine = fingerprint(checksum_bytes(checksums)).reshape(1, -1)
-        gathered = members.allgather(mine, name=f"{self.name}.parameters")
-        if not (gathered == gathered[0]).all():
-            compare_checksums(members, checksums, advice=ADVICE)
+        compare_parameters(resolve_group(self._group), self.name, self._compared_variables, arrays)
 
     def _add_comparison(self, variables: Sequence[Any]) -> None:
         """Compare the variables in one of the steps that TensorFlow runs, eagerly or in a graph. The others only
         count."""
+        from ronde.tensorflow.gradients import make_counter
         from ronde.tensorflow.graph_operations import add_python_node
 
         if self._step_variable is None:
-            self._step_variable = keras.Variable(0, dtype="int32", trainable=False, name="ronde_steps")
+            self._step_variable = make_counter("ronde_steps")
         self._step_variable.assign_add(1)
         is_compared = keras.ops.equal(self._step_variable, self._compare_at_step)
         parameters = [keras.ops.convert_to_tensor(variable) for variable in variables]
 
-        # TensorFlow keeps this function for as long as the process lives, so it must not hold the variables.
+        # TensorFlow keeps this function for as long as the process lives, so it must hold neither the variables nor
+        # this object, which owns channels.
         names = [SimpleNamespace(name="", path=common_name(variable)) for variable in variables]
+        group, name = self._group, self.name
 
         def compare(*arrays: Any) -> list[Any]:
-            self._compared_variables = names
-            self._compare(arrays)
+            compare_parameters(resolve_group(group), name, names, arrays)
             return [np.True_]
 
         if hasattr(is_compared, "numpy"):  # eager
@@ -265,3 +277,13 @@ class KerasGradientReduction:
             lambda: add_python_node(compare, parameters, ["bool"], [()])[0],
             lambda: keras.ops.convert_to_tensor(True),
         )
+
+
+def compare_parameters(members: Group, name: str, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
+    """Compare the values of variables over all members; OutOfSync names the first that differs. It may run in a thread
+    of the framework, so the operation has a name."""
+    checksums = checksum_arrays(variables, arrays)
+    mine = fingerprint(checksum_bytes(checksums)).reshape(1, -1)
+    gathered = members.allgather(mine, name=f"{name}.parameters")
+    if not (gathered == gathered[0]).all():
+        compare_checksums(members, checksums, advice=ADVICE)

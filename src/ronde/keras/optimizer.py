@@ -43,7 +43,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     compare_at_step: int | None = None,
 ) -> Any:  # an optimizer of Keras
-    """The same optimizer, made to average gradients over all ranks (or over `group`) before it uses them.
+    """Return the same optimizer, made to average gradients over all ranks (or over `group`) before it uses them.
 
     `optimizer` is an optimizer of Keras, or what keras.optimizers.get() makes one of. It keeps its state. Under the
     dtype policy mixed_float16 the result is a LossScaleOptimizer around it, as model.compile() would make it.
@@ -217,7 +217,7 @@ def after_backward(grads: Sequence[Any]) -> Iterator[None]:
     data, as at the end of a dataset whose length is not known, may count an iteration before it fails, on some ranks
     and not on others."""
     if keras.backend.backend() == "tensorflow":
-        from ronde.tensorflow.step_counter import after_first_gradient
+        from ronde.tensorflow.gradients import after_first_gradient
 
         with after_first_gradient(grads):
             yield

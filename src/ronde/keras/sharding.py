@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from ronde.comm.group import Group
+from ronde.keras.elastic_state import count_reductions
 from ronde.training.data_position import DataPosition
 from ronde.training.global_batches import equal_shares
 from ronde.training.sample_sharding import SamplePosition, count_steps, epoch_order, part_of_batch, share_out
@@ -107,12 +108,12 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):
         return self.loop_over(self._get_batch(start, index) for index in range(len(self)))
 
     def on_epoch_begin(self) -> None:
-        """Called by fit()."""
+        # Called by fit().
         self._start, self._next_index = self._next_position(), 0
 
     def on_epoch_end(self) -> None:
-        """Called by fit(), also before the first epoch, when it has looked at a batch. Without a State, which counts
-        steps, the next epoch begins when all batches were asked for."""
+        # Called by fit(), also before the first epoch, when it has looked at a batch. Without a State, which counts
+        # steps, the next epoch begins when all batches were asked for.
         is_over = self._start is not None and self._next_index >= len(self)
         self._start = None
         if is_over and self._state is None:
@@ -121,6 +122,9 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):
     def _set(self, position: SamplePosition, carried_from: SamplePosition | None) -> None:
         super()._set(position, carried_from)
         self._start = None  # a call of fit() may have been left in the middle of an epoch
+
+    def _count_reductions(self) -> int:
+        return count_reductions()
 
     def _get_batch(self, start: SamplePosition, index: int) -> Any:
         assert self.length is not None

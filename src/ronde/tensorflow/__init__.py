@@ -12,12 +12,7 @@ The guide is docs/guides/tensorflow.md.
 from __future__ import annotations
 
 import ronde.tensorflow.elastic_state  # noqa: F401 - registers the parts of an elastic State
-from ronde.tensorflow.broadcast_state import (
-    allgather_object,
-    average_metrics,
-    broadcast_object,
-    broadcast_variables,
-)
+from ronde.tensorflow.broadcast_state import allgather_object, broadcast_object, broadcast_variables
 from ronde.tensorflow.collectives import (
     allgather,
     allreduce,
@@ -32,10 +27,11 @@ from ronde.tensorflow.collectives import (
     size_op,
 )
 from ronde.tensorflow.gradients import reduce_gradients
-from ronde.tensorflow.graph_errors import find_error
 from ronde.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from ronde.tensorflow.sharding import ShardedDataset, shard
 from ronde.training.gradient_settings import GradientSettings
+from ronde.training.graph_errors import find_error
+from ronde.training.metrics import average_metrics
 
 __all__ = [
     "DistributedGradientTape",

@@ -1,21 +1,20 @@
-"""One state for all ranks: broadcast_variables(), objects, and metrics of the whole job."""
+"""One state for all ranks: broadcast_variables(), and objects."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.tensorflow.collectives import as_array
-from ronde.tensorflow.graph_operations import add_broadcasts, operation_name, without_autograph
-from ronde.tensorflow.op_library import GraphOperation
+from ronde.tensorflow.graph_operations import add_broadcasts
+from ronde.tensorflow.tracing import operation_name, without_autograph
 from ronde.training.agreement import check_equal
-from ronde.training.metrics import weighted_means, weighted_values
+from ronde.training.graph_operations import GraphOperation
 
 
 @without_autograph
@@ -62,23 +61,3 @@ def broadcast_object(obj: Any, root: int = 0, *, group: Group | None = None) -> 
 def allgather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
     """Return the objects of all members, in their order."""
     return objects.allgather(obj, group=group)
-
-
-def average_metrics(
-    values: Mapping[str, Any], *, count: float | Mapping[str, float] = 1.0, group: Group | None = None
-) -> dict[str, float]:
-    """Return the means over all ranks, weighted by `count`, the number of samples that this rank's values stand for.
-
-    `values` are numbers, eager tensors or metrics of Keras by name. Every rank calls it, even one without a sample:
-    with count=0 its values do not count, and `values` may be empty. A metric without any sample is NaN. Every rank gets
-    the same numbers.
-    """
-    if not isinstance(values, Mapping):
-        raise TypeError(
-            f"average_metrics takes values by name, such as {{'loss': loss}}, got a {type(values).__name__}"
-        )
-    numbers = {
-        name: np.asarray(value.result() if hasattr(value, "result") else value) for name, value in values.items()
-    }
-    mine = weighted_values(numbers, count)
-    return weighted_means(objects.allgather(mine, group=group))

@@ -32,14 +32,12 @@ from ronde.tensorflow.graph_operations import (
     add_number,
     add_rows,
     add_same_shape,
-    backward_name,
-    operation_name,
     resolve_group,
-    without_autograph,
 )
-from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import read_number
+from ronde.tensorflow.tracing import backward_name, operation_name, without_autograph
 from ronde.text import format_ranks
+from ronde.training.graph_operations import GraphOperation, read_number
+from ronde.training.moments import backpropagate, unweigh, weigh
 from ronde.types import DType, Op, parse_op
 
 DTYPES = frozenset(dtype.name.lower() for dtype in DType)
@@ -346,6 +344,28 @@ def _alltoall(members: Group, x: Any, splits: Any, name: str | None) -> tuple[An
 
     rows, received = differentiable(forward, [x])
     return rows, received
+
+
+# --- moments, for batch normalization -------------------------------------------------------------------------------
+
+
+def combine_moments(count: Any, mean: Any, variance: Any, group: Group | None) -> Any:
+    """Mean and variance of all members, of each member's number of values, mean and variance; collective."""
+
+    @without_autograph
+    def combine(count: Any, mean: Any, variance: Any) -> Any:
+        exact = [tf.cast(each, tf.float64) for each in (count, mean, variance)]
+        total_count, total_mean, total_variance = unweigh(allreduce(tf.stack(weigh(*exact)), group=group), tf.maximum)
+
+        @without_autograph
+        def backward(*grads: Any) -> Any:
+            summed = allreduce(tf.cast(tf.stack(grads), tf.float64), group=group)
+            own = backpropagate(exact[:2], (total_count, total_mean), tf.unstack(summed))
+            return None, *(tf.cast(each, mean.dtype) for each in own)
+
+        return (tf.cast(total_mean, mean.dtype), tf.cast(total_variance, mean.dtype)), backward
+
+    return tf.custom_gradient(combine)(count, mean, variance)
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------

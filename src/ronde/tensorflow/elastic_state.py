@@ -16,7 +16,7 @@ import tensorflow as tf
 from ronde.comm.world import current_world
 from ronde.elastic.state import State, StatePart, register_container_part, register_part
 from ronde.tensorflow.broadcast_state import broadcast_variables
-from ronde.tensorflow.step_counter import count_reductions
+from ronde.tensorflow.gradients import count_reductions
 
 
 class VariableReader:

@@ -8,11 +8,17 @@ to agree on travels with every bucket as a hash, so different plans are an error
 A *plan* is the list of buckets of one call of reduce_gradients(), in their order; a *wire* is a gradient in the dtype
 in which it travels. A plan is known by its name, and not by what it contains: a function that is traced again, with
 another batch size or by one rank only, uses the same channel.
+
+Reductions are counted: an elastic State sees by it whether variables may have changed since the last step end. A step
+of a tf.function that fails has run in part: TensorFlow runs nodes in any order, and an optimizer may have changed one
+variable while the gradient of another one was on its way. So in a job whose ranks may change, gradients are handed on
+only when all of them are reduced and the counter has been raised. If it is as before, no optimizer has begun.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,22 +34,18 @@ from ronde.comm.group import Group
 from ronde.tensorflow.collectives import DTYPES, allreduce_slices, as_array, as_tensor, differentiable
 from ronde.tensorflow.graph_operations import (
     add_python_node,
-    backward_name,
-    find_call_site,
     get_graph_ops,
     get_world_can_change,
     resolve_group,
     run_independently,
-    unique_in_graph,
-    without_autograph,
 )
-from ronde.tensorflow.op_library import GraphOperation
-from ronde.tensorflow.operation_thread import group_of, plan_channels
-from ronde.tensorflow.step_counter import count_reduction
+from ronde.tensorflow.plan_channels import plan_channels
+from ronde.tensorflow.tracing import backward_name, find_call_site, unique_in_graph, without_autograph
 from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
 from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
 from ronde.training.gradient_settings import GradientSettings
+from ronde.training.graph_operations import GraphOperation, group_of
 from ronde.types import Deadline, DType, Op, OperationKind, parse_op
 
 CODECS = ("none", "float16", "bfloat16")
@@ -92,13 +94,23 @@ def reduce_gradients(
     if dense:
         for index, each in zip(dense, _reduce_dense(reduction, [prepared[i] for i in dense]), strict=True):
             results[index] = each
-    elif slices and tf.executing_eagerly():  # matched by their order: find out whether they are the same ones
-        _reduce_dense(reduction._replace(names=("agreement",)), [tf.zeros([1])])
+    elif slices:  # they only gather: find out whether the members have the same ones and combine them alike
+        agreed = _reduce_dense(reduction._replace(names=("agreement",)), [tf.zeros([1])])
+        for index in slices:
+            prepared[index] = _after_agreement(prepared[index], agreed)
     for index in slices:
         options = GraphOperation("allreduce", group=members.id, op=op.name.lower())
         part = None if tf.executing_eagerly() else f"{plan_name}.{index}"
         results[index] = allreduce_slices(members, prepared[index], options, part)
     return count_reduction(results)
+
+
+def _after_agreement(slices: Any, agreed: Sequence[Any]) -> Any:
+    """The slices, which are sent when the members have agreed. In a graph only: eagerly they have by now."""
+    if tf.executing_eagerly():
+        return slices
+    with tf.control_dependencies(list(agreed)):
+        return tf.IndexedSlices(tf.identity(slices.values), tf.identity(slices.indices), slices.dense_shape)
 
 
 def variable_names(variables: Sequence[Any]) -> list[str]:
@@ -194,7 +206,14 @@ def plan_buckets(parameters: Sequence[ParameterInfo], reduction: DenseReduction)
     limits = choose_size_limits(total_bytes, settings.bucket_mb, overlap=overlap)
     named = [msgspec.structs.replace(each, name=name) for each, name in zip(parameters, reduction.names, strict=True)]
     buckets = assign_buckets(named, (), limits, settings.together)
-    agreed = [reduction.plan, reduction.layout.kinds, settings.describe(), *map(str, parameters)]
+    options = {name: text for name, text in settings.describe().items() if name != "together"}  # has names of this rank
+    agreed = [
+        reduction.plan,
+        reduction.layout.kinds,
+        options,
+        [each.indices for each in buckets],
+        *map(str, parameters),
+    ]
     digest = hash_signature(repr(agreed))
     return tuple(
         _make_bucket(number, bucket, len(buckets), parameters, reduction, digest)
@@ -377,3 +396,109 @@ def _reduce_arrays(
     for running_call in running_calls:
         running_call.wait(deadline)
     return results
+
+
+# --- counting reductions ----------------------------------------------------------------------------------------------
+
+
+COUNTER_NAME = "ronde_reductions"
+
+
+class _Counter:
+    num_eager = 0
+    is_in_functions = False
+    """Whether there is a counter for functions, in which Python does not run in every step."""
+
+
+_counter = _Counter()
+_lock = threading.Lock()
+
+
+def count_reductions() -> int:
+    """How many times gradients were reduced in this process."""
+    if not _counter.is_in_functions:
+        return _counter.num_eager
+    with tf.init_scope():
+        return _counter.num_eager + int(tf.raw_ops.ReadVariableOp(resource=_find_counter(), dtype=tf.int64))
+
+
+def count_reduction(gradients: list[Any]) -> list[Any]:
+    """Count one more reduction when these gradients, its results, are there, and return them. In graphs of sessions
+    nothing is counted."""
+    if tf.executing_eagerly():
+        _counter.num_eager += 1
+        return gradients
+    graph = tf.compat.v1.get_default_graph()
+    if not graph.building_function or tf.distribute.has_strategy() or not _is_in_eager_program():
+        return gradients
+    _prepare_counter()
+    if not get_world_can_change():
+        _add_one()
+        return gradients
+    tensors = [each for gradient in gradients for each in _tensors_of(gradient)]
+    with tf.control_dependencies(tensors):
+        counted = _add_one()
+    with tf.control_dependencies([counted]):
+        return [_identity(gradient) for gradient in gradients]
+
+
+def _add_one() -> Any:
+    return tf.raw_ops.AssignAddVariableOp(resource=_find_counter(), value=tf.constant(1, tf.int64))
+
+
+def _find_counter() -> Any:
+    """The counter of functions, found by its name when a function runs: one that was handed to the function would keep
+    it from being saved, because the user's module does not have it."""
+    with tf.device("CPU:0"):
+        return tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=COUNTER_NAME)
+
+
+def _prepare_counter() -> None:
+    with _lock, tf.init_scope():
+        if not _counter.is_in_functions:
+            tf.raw_ops.AssignVariableOp(resource=_find_counter(), value=tf.constant(0, tf.int64))
+            _counter.is_in_functions = True
+
+
+def after_first_gradient(gradients: Sequence[Any]) -> Any:
+    """A context in which nodes wait for the gradient that a backward pass computes first: that of the last variable."""
+    found = next((each for each in reversed(gradients) if each is not None), None)
+    return tf.control_dependencies(_tensors_of(found))
+
+
+def _is_in_eager_program() -> bool:
+    """Whether the function that is built is called by Python, and not in the graph of a session."""
+    with tf.init_scope():
+        return bool(tf.executing_eagerly())
+
+
+def make_counter(name: str) -> Any:
+    """A variable that counts from 0, also if a function is being traced.
+
+    It is made in a thread of its own: a function notices variables that are made in the thread in which it is traced,
+    is traced once more because of them, and refuses them if it was traced before.
+    """
+    made: list[Any] = []
+
+    def make() -> None:
+        with tf.device("CPU:0"):
+            made.append(tf.Variable(0, dtype=tf.int64, trainable=False, name=name))
+
+    thread = threading.Thread(target=make, name="ronde-tensorflow-counter", daemon=True)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def _tensors_of(gradient: Any) -> list[Any]:
+    if gradient is None:
+        return []
+    return [gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient]
+
+
+def _identity(gradient: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.identity(gradient.values), tf.identity(gradient.indices), gradient.dense_shape)
+    return tf.identity(gradient)

@@ -30,11 +30,12 @@ import tensorflow as tf
 
 from ronde.comm.backends.native_library import RdMemberCall, load_library
 from ronde.comm.buffers import array_at
-from ronde.comm.call import Memory, hash_signature
+from ronde.comm.call import Memory
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
 from ronde.observe.metrics import Counts
 from ronde.settings import cache_dir
+from ronde.training.graph_operations import UNKNOWN, GraphOperation
 from ronde.types import Deadline, DType
 
 LIBRARY = Path(__file__).with_name("libronde_tensorflow.so")
@@ -43,10 +44,6 @@ LOCK_CHECK_S = 0.05
 FUNCTIONS = ("rd_submit", "rd_retain", "rd_release", "rd_get_mismatch", "rd_reduce")
 """Functions of libronde that the kernels call, in the order of RondeFunctions in the library."""
 
-UNKNOWN, INVALID_ARGUMENT, FAILED_PRECONDITION = 2, 3, 9
-"""Codes of TensorFlow. An operation that failed for a reason outside of the program is UNKNOWN, and not ABORTED, after
-which a MonitoredSession would begin again and again. A mistake of the caller is INVALID_ARGUMENT; when ranks disagree,
-it is FAILED_PRECONDITION."""
 RUN_OPERATION, OPEN_PLAN, EXPLAIN_FAILURE = range(3)
 """What a kernel asks for: JobKind in the library."""
 NOT_REFUSED, OUT_OF_TURN, AT_ONCE = range(3)
@@ -55,34 +52,6 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.
 """How a self-test ends whose kernels do not work. Another signal comes from outside, as when memory is short."""
 
 logger = logging.getLogger("ronde.tensorflow")
-
-
-def hash_members(ranks: Sequence[int]) -> int:
-    """A hash of a group's ranks. Never 0, which stands for any."""
-    return hash_signature(repr(tuple(ranks))) or 1
-
-
-class GraphOperation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node of a graph asks for: its attribute `operation`, as JSON."""
-
-    kind: str
-    name: str = ""
-    group: int = 0
-    op: str = "sum"
-    prescale: float = 1.0
-    postscale: float = 1.0
-    root: int = 0
-    members: int = 0
-    """A hash of the group's ranks, by which a group of an earlier round is told from one that has its number now; 0 of
-    the world, whose ranks may change from round to round."""
-
-    def __post_init__(self) -> None:
-        if self.group and not self.members:
-            ranks = [group.ranks for group in current_world("a TensorFlow graph").groups if group.id == self.group]
-            msgspec.structs.force_setattr(self, "members", hash_members(ranks[0]) if ranks else 0)
-
-    def encode(self) -> str:
-        return msgspec.json.encode(self).decode()
 
 
 class JobView(ctypes.Structure):
@@ -155,6 +124,7 @@ class KernelJob:
             view.submitted_ns,
             tuple(row.description.decode(errors="replace") for row in rows),
         )
+        self.keeps_memory = True
         self.has_ended = False
         """Whether the kernel has ended, well or with an error."""
         self._library = library

@@ -12,7 +12,7 @@ from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.tensorflow.collectives import size_op
 from ronde.tensorflow.gradients import reduce_gradients
-from ronde.tensorflow.graph_operations import without_autograph
+from ronde.tensorflow.tracing import without_autograph
 from ronde.training.gradient_settings import GradientSettings
 from ronde.types import Op
 
@@ -95,8 +95,8 @@ def DistributedGradientTape(
         gradients = tape.gradient(loss, model.trainable_variables)
 
     `codec` (float16 or bfloat16), `group` and `name` are as in reduce_gradients(), and further settings are those of
-    GradientSettings. Gradients of `local_variables` stay on their
-    rank; with scale_local they are divided by the number of ranks, so that they weigh as much as those of the others.
+    GradientSettings. Gradients of `local_variables` stay on their rank; with scale_local they are divided by the
+    number of ranks, so that they weigh as much as those of the others.
     """
     distributed = object.__new__(_tape_class(type(tape)))
     distributed.__dict__ = tape.__dict__
@@ -120,7 +120,21 @@ def _tape_class(base: Any) -> Any:
         found = base.gradient(self, target, flat, output_gradients, unconnected_gradients)
         return tf.nest.pack_sequence_as(sources, getattr(self, _ATTRIBUTE).reduce(found, flat))
 
-    return type("DistributedGradientTape", (base,), {"gradient": gradient})
+    def local_tape(self: Any) -> Any:
+        local = object.__new__(base)
+        local.__dict__ = self.__dict__
+        return local
+
+    def jacobian(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As tf.GradientTape.jacobian, of this rank alone."""
+        return local_tape(self).jacobian(*args, **kwargs)
+
+    def batch_jacobian(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As tf.GradientTape.batch_jacobian, of this rank alone."""
+        return local_tape(self).batch_jacobian(*args, **kwargs)
+
+    methods = {"gradient": gradient, "jacobian": jacobian, "batch_jacobian": batch_jacobian}
+    return type("DistributedGradientTape", (base,), methods)
 
 
 def DistributedOptimizer(

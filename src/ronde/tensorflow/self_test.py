@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from ronde.comm.buffers import as_array
-from ronde.tensorflow.op_library import OPEN_PLAN, UNKNOWN, GraphOperation, KernelJob, OpLibrary
+from ronde.tensorflow.op_library import OPEN_PLAN, KernelJob, OpLibrary
+from ronde.training.graph_operations import UNKNOWN, GraphOperation
 
 NUM_OPERATIONS = 50
 DELAY_S = 0.001

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ronde.comm.group import Group
+from ronde.tensorflow.gradients import count_reductions
 from ronde.training.data_position import DataPosition
 
 GRAPH_SEED = 87654321
@@ -125,6 +126,9 @@ class ShardedDataset(DataPosition):
         """This rank's batches from the position to the end of the epoch. The next epoch begins at the end."""
         return self.loop_over(self.dataset)
 
+    def _count_reductions(self) -> int:
+        return count_reductions()
+
     def _build(self) -> Any:
         def start(_: Any) -> Any:
             numbers = tf.numpy_function(self._get_start, [], tf.int64, stateful=True)
@@ -152,8 +156,11 @@ class ShardedDataset(DataPosition):
             elements = elements.shuffle(self._shuffle, seed=seed, reshuffle_each_iteration=False)
         windows = elements.skip(consumed).window(global_batch, drop_remainder=self.ends == "drop")
 
-        def take_part(*window: Any) -> Any:
-            return self._take_part(window[0] if len(window) == 1 else window, rank, size)
+        structure = windows.element_spec
+
+        def take_part(*window: Any) -> Any:  # tf.data hands the parts of a tuple over one by one
+            parts = tf.nest.pack_sequence_as(structure, tf.nest.flatten(window))
+            return self._take_part(parts, rank, size)
 
         part = windows.flat_map(take_part)
         if self._map is not None:

@@ -34,12 +34,12 @@ from ronde.torch.collectives import (
 )
 from ronde.torch.elastic_sampler import ElasticBatchSampler
 from ronde.torch.learning_rate import cosine, milestones, scale_lr, warmup
-from ronde.torch.metrics import average_metrics
 from ronde.torch.optimizer import Distributed, DistributedOptimizer
 from ronde.torch.sampler import ShardedSampler
 from ronde.torch.sync_check import SyncCheck, check_in_sync
 from ronde.torch.tensors import TensorWork
 from ronde.training.gradient_settings import GradientSettings
+from ronde.training.metrics import average_metrics
 
 __all__ = [
     "CheckpointError",

@@ -5,6 +5,9 @@ channel are added up. Everything else stays local. Members may have batches of d
 
 Behind an ElasticBatchSampler, gradients are weighted by samples when they are reduced. So the sums of the backward pass
 are, too, and a rank that only computes along, without a sample of its own, has no part in the statistics.
+
+SyncBatchNorm is for models of PyTorch. The layer of ronde.keras has the same on each backend of Keras, with
+combine_moments() of this one on PyTorch.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.torch.tensors import ReduceOptions, allgather_tensors, allreduce_tensors
+from ronde.training.moments import backpropagate, unweigh, weigh
 from ronde.training.steps import gradient_weight
 
 
@@ -193,3 +197,37 @@ def _convert_layers(module: nn.Module, group: Group | None, done: dict[nn.Module
             if child is not None:
                 module._modules[name] = _convert_layers(child, group, done)
     return done[module]
+
+
+# --- for Keras -------------------------------------------------------------------------------------------------------
+
+
+def combine_moments(count: Any, mean: Any, variance: Any, group: Group | None) -> Any:
+    """Mean and variance of all members, of each member's number of values, mean and variance; collective."""
+    from ronde.torch.gradients import call_outside_of_graphs  # imports torch._dynamo, which takes two seconds
+
+    return call_outside_of_graphs(_CombineMoments.apply, count, mean, variance, resolve_group(group))
+
+
+class _CombineMoments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: Tensor, mean: Tensor, variance: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+        exact = [each.double() for each in (count, mean, variance)]
+        total = _sum_over_members(torch.stack(weigh(*exact)), group)
+        total_count, total_mean, total_variance = unweigh(total, lambda x, least: x.clamp(min=least))
+        ctx.save_for_backward(*exact[:2], total_count, total_mean)
+        ctx.group, ctx.dtype = group, mean.dtype
+        return total_mean.to(mean.dtype), total_variance.to(mean.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        count, mean, total_count, total_mean = ctx.saved_tensors
+        summed = _sum_over_members(torch.stack([each.double() for each in grads]), ctx.group)
+        own = backpropagate((count, mean), (total_count, total_mean), summed)
+        return None, *(each.to(ctx.dtype) for each in own), None
+
+
+def _sum_over_members(x: Tensor, group: Group) -> Tensor:
+    total: Tensor = allreduce_tensors(group, [x], [None], ReduceOptions(), name=None, wait=True)[0]
+    return total

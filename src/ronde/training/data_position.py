@@ -58,6 +58,7 @@ class DataPosition:
         self._group = group
         self._position = SamplePosition()
         self._num_pending = 0  # samples of batches that were handed out and have not been counted
+        self._num_reductions = 0  # of gradients, before the first of them was handed out
         self._carried_from: SamplePosition | None = None
         """The position in the epoch before, if its last batches are a part of a step that has not finished."""
         self._ended: SamplePosition | None = None  # where an epoch was found to have no more batches
@@ -95,8 +96,13 @@ class DataPosition:
             self.go_to(SamplePosition(epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what the order depends on; the same on every rank."""
-        return {**self._next_position()._asdict(), **self._order_settings()}
+        """Return the position and what the order depends on; the same on every rank. In the body of a loop the present
+        batch counts after its step: when an optimizer of the State has stepped or, without a State, when gradients of
+        TensorFlow were reduced."""
+        position = self._next_position()
+        if self._num_pending and self._has_stepped():
+            position = self._position.after_samples(self._num_pending)
+        return {**position._asdict(), **self._order_settings()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state_dict(), with any number of ranks."""
@@ -137,6 +143,8 @@ class DataPosition:
 
     def hand_out(self, num_batches: int = 1) -> None:
         # The training loop has got so many global batches.
+        if not self._num_pending:
+            self._num_reductions = self._count_reductions()
         self._num_pending += num_batches * self.global_batch
 
     def end_batch(self) -> None:
@@ -200,6 +208,16 @@ class DataPosition:
         return f"seed={self.seed}, shuffle={self._shuffle}, {batch}, ends={self.ends!r}"
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _has_stepped(self) -> bool:
+        """Whether there was a step with the batches that were handed out, as far as one can know."""
+        if self._state is not None:
+            return self._state.has_stepped()
+        return self._count_reductions() != self._num_reductions
+
+    def _count_reductions(self) -> int:
+        """How many times gradients were reduced in this process; always 0 where nobody counts."""
+        return 0
 
     def _next_position(self) -> SamplePosition:
         """From where the next loop goes on."""

@@ -66,13 +66,13 @@ class GradientSettings:
             raise ValueError(f"together: {', '.join(map(repr, twice))} cannot be in two sets")
 
     def check_names(self, known: Iterable[str]) -> None:
-        """Raise ValueError if `together` has a name that is not among these."""
+        # Raise ValueError if `together` has a name that is not among these.
         unknown = sorted({name for names in self.together for name in names}.difference(known))
         if unknown:
             raise ValueError(f"together: no parameter of the optimizer is named {', '.join(map(repr, unknown))}")
 
     def describe(self) -> dict[str, str]:
-        """The settings in the form in which ranks compare them."""
+        # The settings in the form in which ranks compare them.
         texts = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
         return {**texts, "op": parse_op(self.op).name.lower()}
 
@@ -80,8 +80,8 @@ class GradientSettings:
         return num_passes if self.average_passes else 1
 
     def sparse_scales(self, num_passes: int, size: int) -> tuple[float, float]:
-        """Factors before and after the sum of sparse gradients. Ranks may have had different numbers of passes, so each
-        divides by its own before the sum."""
+        # Factors before and after the sum of sparse gradients. Ranks may have had different numbers of passes, so each
+        # divides by its own before the sum.
         op = parse_op(self.op)
         if op is Op.ADASUM:
             raise ValueError("adasum does not know sparse gradients; set sparse_as_dense=True")

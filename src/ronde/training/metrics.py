@@ -1,13 +1,40 @@
-"""Means over ranks that saw different numbers of samples."""
+"""Metrics of the whole job, from those of ranks that saw different numbers of samples. The packages of the frameworks
+have average_metrics() among their names."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
+
+from ronde.comm import objects
+from ronde.comm.group import Group
 
 WeightedValues = dict[str, tuple[float, float]]
 """Per metric, its value times its weight, and the weight."""
+
+
+def average_metrics(
+    values: Mapping[str, Any], *, count: float | Mapping[str, float] = 1.0, group: Group | None = None
+) -> dict[str, float]:
+    """Return the means over all ranks, weighted by `count`, the number of samples that this rank's values stand for.
+
+    `values` are numbers, tensors with one number, or metrics of Keras, by name. Every rank calls it, even one without a
+    sample: with count=0 its values do not count, and `values` may be empty. A metric without any sample is NaN. Every
+    rank gets the same numbers.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"average_metrics takes values by name, such as {{'loss': loss}}, got a {type(values).__name__}"
+        )
+    mine = weighted_values({name: _value_of(given) for name, given in values.items()}, count)
+    return weighted_means(objects.allgather(mine, group=group))
+
+
+def _value_of(given: Any) -> Any:
+    """The value of a metric of Keras; a tensor of PyTorch without its gradient, which a number cannot have."""
+    value = given.result() if hasattr(given, "result") else given
+    return value.detach() if hasattr(value, "detach") else value
 
 
 def weighted_values(

@@ -1,5 +1,5 @@
 """Mean and variance over the values of all members of a group, for batch normalization. The formulas are for arrays of
-any framework; its package adds the operations and the gradient (`moments` of each).
+any framework; its package adds the operations and the gradient (combine_moments() of each).
 
 Each member's number of values n, mean m and variance v per channel are combined into those of all members:
 

@@ -86,6 +86,10 @@ assert int(hvd_tensorflow.join()) in (0, 1)
 path = FOLDER / f"model{hvd.rank()}.h5"
 model.save(path)
 loaded = hvd.load_model(path)
+assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) > 0
+saved, read = (each.optimizer.variables for each in (model, loaded))
+for one, other in zip(saved() if callable(saved) else saved, read() if callable(read) else read, strict=True):
+    np.testing.assert_array_equal(one, other)
 x = np.ones((4, 4), np.float32) * hvd.rank()
 loaded.train_on_batch(x, x[:, :1])
 assert_equal_on_all_ranks(loaded)
@@ -102,4 +106,19 @@ batches = np.array([[[1.0], [3.0]], [[5.0], [9.0]]], np.float32)
 layer = hvd_tensorflow.SyncBatchNormalization(momentum=0.0, epsilon=0.0)
 found = layer(tf.constant(batches[hvd.rank()]), training=True)
 np.testing.assert_allclose(found, (batches[hvd.rank()] - batches.mean()) / batches.std(), rtol=1e-5)
+# Two of them in a model have names of their own, fit() is called in another line by each rank, and small variances
+# beside large means are not lost.
+layers = [tf.keras.Input((4,)), *[hvd_tensorflow.SyncBatchNormalization() for _ in range(2)], tf.keras.layers.Dense(1)]
+normalized = tf.keras.Sequential(layers)
+normalized.compile(hvd.DistributedOptimizer(optimizers.SGD(0.1)), "mse")
+hvd_tensorflow.broadcast_variables(normalized.variables, root_rank=0)
+x = np.random.default_rng(hvd.rank()).normal(size=(16, 4)).astype(np.float32)
+if hvd.rank() == 0:
+    normalized.fit(x, x[:, :1], batch_size=8, verbose=0)
+else:
+    normalized.fit(x, x[:, :1], batch_size=8, verbose=0)
+assert_equal_on_all_ranks(normalized)
+large = np.array([[[4096.0], [4096.5]], [[4095.5], [4096.0]]], np.float32)
+found = hvd_tensorflow.SyncBatchNormalization(epsilon=0.0)(tf.constant(large[hvd.rank()]), training=True)
+np.testing.assert_allclose(found, (large[hvd.rank()] - large.mean()) / large.std(), rtol=1e-3)
 print("ok")

@@ -12,11 +12,15 @@ from ronde.comm.buffers import Array
 from ronde.keras import DistributedOptimizer, SyncBatchNormalization
 from tests.jobs.keras_checks.common import (
     BACKEND,
+    LOSS,
+    SHARE,
     assert_close,
     assert_same_on_all_ranks,
+    data,
     error_of,
     fit,
     fit_alone,
+    mine,
     values,
     weights,
 )
@@ -120,6 +124,20 @@ def check_a_model_with_synchronized_batch_norm_learns_like_one_process() -> None
     fit_alone(alone, keras.optimizers.SGD(0.1), epochs=2)
     assert_close(weights(ours), weights(alone), rtol=1e-3, atol=1e-4)
     assert_same_on_all_ranks(weights(ours))
+
+
+def check_ranks_with_synchronized_batch_norm_may_call_fit_in_different_lines() -> None:
+    keras.utils.set_random_seed(6)
+    inputs = keras.Input((8,))
+    outputs = keras.layers.Dense(3)(SyncBatchNormalization()(inputs=SyncBatchNormalization()(inputs)))
+    model, optimizer = keras.Model(inputs, outputs), DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, LOSS)
+    x, y = (mine(each) for each in data())
+    if ronde.rank() == 0:
+        model.fit(x, y, batch_size=SHARE, verbose=0)
+    else:
+        model.fit(x, y, batch_size=SHARE, verbose=0)
+    assert_same_on_all_ranks(weights(model))
 
 
 def check_synchronized_batch_norm_leaves_masked_values_out() -> None:

@@ -94,6 +94,14 @@ def check_the_warm_up_rises_batch_by_batch() -> None:
     assert len(history.history["learning_rate"]) == 3
 
 
+def check_the_warm_up_ends_at_its_rate_when_several_batches_are_one_execution() -> None:
+    schedule = LearningRateSchedule(0.8, lambda epoch: 0.5, start_epoch=2)
+    callbacks = [schedule, LearningRateWarmup(initial_lr=0.8, warmup_epochs=1)]
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.8))
+    history = fit(perceptron(), optimizer, epochs=3, callbacks=callbacks, steps_per_execution=NUM_STEPS)
+    np.testing.assert_allclose(history.history["learning_rate"], [0.8, 0.8, 0.4], rtol=1e-6)
+
+
 def check_schedules_follow_their_epochs() -> None:
     rates = Rates()
     callbacks = [

@@ -424,3 +424,33 @@ def wrong_arguments_are_refused() -> None:
             run(lambda: rt.allgather([]))
         with pytest.raises(ValueError, match="root must be a member"):
             run(lambda: rt.broadcast(tf.ones([1]), root=7))
+
+
+@check
+def operations_in_turns_that_run_at_once_are_refused_and_others_are_not() -> None:
+    rows, size = tf.reshape(tf.range(6.0), [3, 2]), float(ronde.size())
+
+    def make_jacobian(**options: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(rows)
+            total = rt.allreduce(rows * 2.0)[0]
+        return tape.jacobian(total, rows, **options)
+
+    with pytest.raises(ValueError, match=r"use tf\.map_fn, or call the operation on the whole tensor"):
+        tf.vectorized_map(rt.allreduce, rows)
+    with pytest.raises(ValueError, match="setting experimental_use_pfor to False"):  # says TensorFlow
+        make_jacobian()
+    assert np.array_equal(tf.map_fn(rt.allreduce, rows), rows * size)
+    expected = np.zeros([2, 3, 2])
+    expected[0, 0, 0] = expected[1, 0, 1] = 2.0 * size
+    assert np.array_equal(make_jacobian(experimental_use_pfor=False), expected)
+
+
+@check
+def the_gradient_of_an_eager_operation_can_be_computed_in_a_function() -> None:
+    x = tf.ones([2])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        total = rt.allreduce(x)
+    gradient = in_graph(lambda: tape.gradient(total, x))()
+    assert np.array_equal(gradient, np.full([2], ronde.size()))

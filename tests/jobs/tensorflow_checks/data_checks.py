@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -54,6 +54,24 @@ def the_last_elements_are_dealt_out_as_the_policy_says() -> None:
     assert total == (8 if ronde.rank() == 0 else 4 + 5 + 6 + 7)
 
 
+class Sample(NamedTuple):
+    image: Any
+    label: Any
+
+
+@check
+def elements_keep_their_structure() -> None:
+    x = np.arange(8)
+    structures: list[Any] = [x, (x,), (x, x), {"a": x}, ({"a": (x,)}, x), Sample(x, x)]
+    for structure in structures:
+        source = tf.data.Dataset.from_tensor_slices(structure)
+        batches = list(rt.shard(source, global_batch=4))
+        assert len(batches) == 2
+        for batch in batches:
+            tf.nest.assert_same_structure(batch, structure)
+            assert type(batch) is type(next(iter(source.batch(2))))
+
+
 @check
 def elements_of_any_structure_are_mapped_by_their_rank_only() -> None:
     source = tf.data.Dataset.from_tensor_slices({"a": np.arange(8), "b": np.arange(16).reshape(8, 2)})
@@ -81,6 +99,24 @@ def a_position_is_valid_for_another_number_of_ranks() -> None:
     assert sorted([*gather(seen[:2]), *np.concatenate(rest).tolist()]) == list(range(20))
     with pytest.raises(ValueError, match="the saved order had seed=1, here 2"):
         rt.shard(source, global_batch=4, shuffle=20, seed=2).load_state_dict(state)
+
+
+@check
+def a_checkpoint_behind_a_step_goes_on_with_the_next_batch() -> None:
+    data = rt.shard(tf.data.Dataset.range(20), global_batch=4)
+    weight = tf.Variable(0.0)
+    positions = []
+
+    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow has no types
+    def step() -> None:
+        weight.assign_sub(rt.reduce_gradients([tf.constant(1.0)], [weight])[0])
+
+    for _ in data:
+        before = data.state_dict()
+        step()
+        positions.append((before["consumed"], data.state_dict()["consumed"], data.consumed))
+    assert positions == [(4 * index, 4 * index + 4, 4 * index) for index in range(5)]
+    assert data.state_dict()["epoch"] == 1
 
 
 def ronde_of_one() -> Any:

@@ -89,9 +89,11 @@ def time_out() -> None:
     reduce = tf.function(lambda: rt.reduce_gradients([tf.ones([2])], [variable], name="alone"))
     if ronde.rank() == 0:
         write("\n".join(map(error_of, (add, add, reduce, reduce))))
+        await_file("rank-1")
     else:
         await_file("rank-0")
-        write("waited")
+        others = tf.function(lambda: rt.reduce_gradients([tf.ones([2])], [variable], name="others"))
+        write(error_of(others))
     assert reduce()[0].numpy().tolist() == [1.0, 1.0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,11 @@ import tensorflow as tf
 
 import ronde
 import ronde.tensorflow as rt
+from ronde.comm.world import current_world
 from ronde.tensorflow.graph_operations import add_python_node
-from ronde.tensorflow.op_library import GraphOperation
 from ronde.tensorflow.operation_thread import get_ops
+from ronde.tensorflow.plan_channels import plan_channels
+from ronde.training.graph_operations import GraphOperation
 from tests.jobs.tensorflow_checks.checks import check, count_python_ranks, in_graph, make_session
 
 v1 = tf.compat.v1
@@ -260,6 +263,94 @@ def graphs_are_freed() -> None:
 
 
 @check
+def gradients_that_travel_together_are_known_by_their_places() -> None:
+    """Names of layers count what a process has built before, so they may differ between ranks."""
+    variables = [tf.Variable([0.0], name=f"dense_{ronde.rank() + number}/kernel") for number in range(3)]
+    names = [each.name for each in variables]
+
+    def compute(sets: Any) -> Any:
+        settings = rt.GradientSettings(together=sets)
+        return rt.reduce_gradients([tf.ones([1])] * 3, variables, settings=settings)
+
+    for convert in (lambda function: function, tf.function):
+        assert [float(each[0]) for each in convert(compute)((names[:2], names[2:]))] == [1.0] * 3
+        with pytest.raises((ronde.Mismatch, tf.errors.OpError), match="asked for different things"):
+            convert(compute)((names[:2],) if ronde.rank() else (names[1:],))
+
+
+class Trained(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
+    """What a user saves: a model with its training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = tf.Variable([1.0])
+
+    @tf.function(input_signature=[tf.TensorSpec([1])])  # type: ignore[untyped-decorator]
+    def step(self, x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = self.weight * x
+        [gradient] = rt.DistributedGradientTape(tape).gradient(loss, [self.weight])
+        self.weight.assign_sub(gradient)
+
+    @tf.function(input_signature=[tf.TensorSpec([1])])  # type: ignore[untyped-decorator]
+    def predict(self, x: Any) -> Any:
+        return self.weight * x
+
+
+@check
+def a_module_with_its_training_step_can_be_saved() -> None:
+    module = Trained()
+    module.step(tf.constant([2.0 * ronde.rank()]))
+    assert module.weight.numpy().tolist() == [0.0]
+    module.weight.assign([3.0])
+    with tempfile.TemporaryDirectory() as folder:
+        tf.saved_model.save(module, folder)
+        loaded = tf.saved_model.load(folder)
+        assert loaded.predict(tf.constant([2.0])).numpy().tolist() == [6.0]
+
+
+@check
+def a_jacobian_is_that_of_the_rank() -> None:
+    weight = tf.Variable([2.0, 3.0])
+    with tf.GradientTape(persistent=True) as tape:
+        y = weight * (1.0 + ronde.rank())
+        rows = tf.reshape(weight, [1, 2])
+        tape.watch(rows)
+        products = rows * (1.0 + ronde.rank())
+    distributed = rt.DistributedGradientTape(tape)
+    expected = np.eye(2) * (1.0 + ronde.rank())
+    np.testing.assert_array_equal(distributed.jacobian(y, weight), expected)
+    np.testing.assert_array_equal(distributed.batch_jacobian(products, rows), [expected])
+    assert distributed.gradient(y, weight).numpy().tolist() == [1.5, 1.5]
+
+
+class Owner:
+    """Of a plan."""
+
+
+@check
+def a_channel_is_closed_when_its_owner_is_gone_on_all_ranks_and_opened_again_when_needed() -> None:
+    variable, owners = tf.Variable([1.0]), {"first": Owner()}
+    plan_channels.set_owner(owners["first"], "owned.1")
+
+    def make(name: str) -> Any:
+        function = tf.function(lambda x: rt.reduce_gradients([x], [variable], name=name)[0])
+        return function.get_concrete_function(tf.TensorSpec([1]))
+
+    reduce_first, group = make("owned.1"), current_world().group.id
+    x = tf.constant([2.0 * ronde.rank()])
+    assert reduce_first(x).numpy().tolist() == [1.0]
+    channel = plan_channels.find(f"{group}.owned.1")
+    for index, gone in ((10, -1), (11, 0), (12, 1)):  # the rank whose owner goes before this one is opened
+        if gone == ronde.rank():
+            owners.clear()
+        assert make(f"owned.{index}")(x).numpy().tolist() == [1.0]
+        assert (plan_channels.find(f"{group}.owned.1") is channel) == (gone != 1)
+    assert plan_channels.find(f"{group}.owned.10") is not None, "only its name begins alike"
+    assert reduce_first(x).numpy().tolist() == [1.0]
+
+
+@check
 def slices_that_are_not_finite_are_found_in_every_graph() -> None:
     settings = rt.GradientSettings(check_finite=True)
     variable = tf.Variable(tf.zeros([4, 2]))
@@ -388,8 +479,24 @@ def different_plans_are_an_error_that_names_them() -> None:
             assert name != "missing" or "rank 0: bucket 0 of 1 without 'dense_0/kernel:0'" in str(told.value)
     variables = [tf.Variable(tf.zeros([4, 2])), tf.Variable(tf.zeros([4, 2]))]
     slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([me]), tf.constant([4, 2]))
-    with pytest.raises(ronde.Mismatch, match=r"rank 0: bucket 0 of 1 without 'Variable:0'"):
-        rt.reduce_gradients([slices, None] if me else [None, slices], variables)
+    others: list[Any] = [slices, None] if me else [None, slices]
+    alone = r"rank 0: bucket 0 of 1 without 'Variable:0'"
+    with pytest.raises(ronde.Mismatch, match=alone):
+        rt.reduce_gradients(others, variables)
+
+    @in_graph
+    def reduce_other_slices() -> Any:
+        return [each.values for each in rt.reduce_gradients(others, variables) if each is not None]
+
+    @in_graph
+    def reduce_slices_otherwise() -> Any:
+        settings = rt.GradientSettings(op="mean" if me else "sum")
+        return rt.reduce_gradients([slices], variables[:1], settings=settings)[0].values
+
+    with pytest.raises(tf.errors.OpError, match=alone):
+        reduce_other_slices()
+    with pytest.raises(tf.errors.OpError, match=r"rank 0: .*\bsum of .*rank 1: .*\bmean of"):
+        reduce_slices_otherwise()
 
 
 @check

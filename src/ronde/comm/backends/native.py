@@ -201,7 +201,16 @@ class NativeBackend:
         if spec.members[spec.member_index] != local[0]:
             address = f"unix:{self._topology.members[local[0]].unix_socket}"
             with self._connect_to_address(local[0], address, purpose, deadline) as sock:
-                return receive_descriptor(sock, deadline)
+                try:
+                    return receive_descriptor(sock, deadline)
+                except StartFailed as error:
+                    if local[0] in self._lost:
+                        raise self._lost[local[0]] from None
+                    raise StartFailed(
+                        f"rank {local[0]} did not come to open {purpose!r} within {deadline.timeout_s:g} s ({error}); "
+                        f"look at the output of rank {local[0]}: all members have to run the same operation, and one "
+                        "that has called join() can open nothing"
+                    ) from None
         segment = create_shared_memory(f"ronde {spec.id}", num_bytes)
         try:
             for rank in local[1:]:

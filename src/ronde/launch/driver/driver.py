@@ -39,7 +39,7 @@ from ronde.launch.driver.monitor import (
 from ronde.launch.driver.slots import ScalingLimits, SlotTable
 from ronde.launch.driver.supervisor import RankLocation, RankSupervisor
 from ronde.launch.driver.worker_pool import WorkerPool
-from ronde.launch.environment import count_ports, make_rank_orders, make_worker_order
+from ronde.launch.environment import count_ports, make_rank_orders, make_worker_order, makes_tf_config
 from ronde.launch.job import Job
 from ronde.launch.network import HostFacts
 from ronde.launch.output.printer import Printer
@@ -200,6 +200,7 @@ class Driver:
             failure_stacks=coordinator.failure_stacks(),
             return_values=supervisor.return_values,
             stop_request=supervisor.stop_request,
+            has_tf_config=makes_tf_config(job, os.environ),
         )
 
     # --- an elastic job ------------------------------------------------------------------------------------------

@@ -25,6 +25,14 @@ MAX_LOSSES_SHOWN = 8
 ELASTIC_FAILURE_CODE = 1
 """The exit code of an elastic job that cannot go on: no worker alone is to blame."""
 
+_FOREIGN_DEVICE = ("explicitly assigned to /job:", "available devices are [ /job:localhost")
+"""What TensorFlow says of a session whose graph has devices of other processes."""
+_TF_CONFIG_ADVICE = (
+    "TensorFlow found these devices in TF_CONFIG, which every rank has got: in a v1 graph MirroredStrategy() takes "
+    "those of all ranks. Give it this rank's own, as in MirroredStrategy(['/cpu:0']), or start the job with "
+    "--no-tf-config"
+)
+
 _NO_PROCESS = (ExitReason.NOT_STARTED, ExitReason.HOST_LOST)
 """Reasons that are not the end of a rank's process."""
 
@@ -114,11 +122,12 @@ def make_job_result(
     failure_stacks: FailureStacks | None = None,
     return_values: dict[int, bytes] | None = None,
     stop_request: StopRequest | None = None,
+    has_tf_config: bool = False,
 ) -> JobResult:
     """Report on these exits, which are in the order in which they came; `still_running` did not end. The coordinator
-    knows `first_lost`, the rank
-    that it lost first and how, and `lost_peers`, by rank those that failed because another one was gone; `tail` is
-    Printer.tail."""
+    knows `first_lost`, the rank that it lost first and how, and `lost_peers`, by rank those that failed because another
+    one was gone; `tail` is Printer.tail. `has_tf_config`: the ranks have got a TF_CONFIG that their user has not
+    written."""
     exit_codes = {each.rank: each.exit_code for each in exits}
     values = return_values or {}
     last_lines = []
@@ -131,6 +140,7 @@ def make_job_result(
         return JobResult(code, "\n".join([*stopped, *last_lines]), None, exit_codes, values, stop_request)
     lines = [
         *_describe_first_failure(first, tail),
+        *(_advise_on_tf_config(first.exit, tail) if has_tf_config else ()),
         *_count_others(first, exits, lost_peers or {}),
         *last_lines,
         *stopped,
@@ -208,6 +218,12 @@ def _describe_first_failure(failure: _FirstFailure, tail: Callable[[int, int], s
         how = failure.describe_end(lost)
         lines.append(f"before that, {_format_ranks_and_hosts([lost])} had left the others: {how}")
     return lines
+
+
+def _advise_on_tf_config(first: RankExit, tail: Callable[[int, int], str]) -> list[str]:
+    """Return what to do about a session that has looked for the devices of other ranks."""
+    output = tail(first.rank, first.exit_code)
+    return [_TF_CONFIG_ADVICE] if all(words in output for words in _FOREIGN_DEVICE) else []
 
 
 def _count_others(failure: _FirstFailure, exits: Sequence[RankExit], lost_peers: Mapping[int, LostPeer]) -> list[str]:

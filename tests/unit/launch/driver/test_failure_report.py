@@ -59,6 +59,22 @@ def test_whom_the_coordinator_lost_first_counts_more_than_who_was_gone_first() -
     )
 
 
+@pytest.mark.parametrize(
+    ("has_tf_config", "job", "is_advised"),
+    [(True, "localhost", True), (False, "localhost", False), (True, "ps", False)],
+)
+def test_a_session_that_looks_for_devices_of_other_ranks_because_of_tf_config_is_told_what_to_do(
+    has_tf_config: bool, job: str, is_advised: bool
+) -> None:
+    words = f"node was explicitly assigned to /job:worker/task:1 but available devices are [ /job:{job}/task:0 ]"
+    _, _, lines = report([end(0, 1), end(1, 1)], tail=lambda rank, code: words, has_tf_config=has_tf_config)
+    assert ["--no-tf-config" in line and "MirroredStrategy(['/cpu:0'])" in line for line in lines] == [
+        *(False, False),
+        *([True] if is_advised else []),
+        False,
+    ]
+
+
 def test_what_the_coordinator_knows_from_us_is_not_said_twice() -> None:
     first_lost = lost(0, describe_exit_code(-9), LeaveReason.PROCESS_ENDED)
     lines = ["rank 0 on host a failed first: killed by signal 9 (SIGKILL)"]

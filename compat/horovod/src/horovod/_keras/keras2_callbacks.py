@@ -139,6 +139,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().__init__(initial_lr, self._rise, 0, None, False, momentum_correction, steps_per_epoch)
         self.warmup_epochs = warmup_epochs
         self.verbose = verbose
+        self._is_rising = False  # whether the last rate is still to be set
 
     def _rise(self, epoch: float) -> float:
         steps = self.steps_per_epoch or 1
@@ -146,8 +147,18 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the learning rate while the warm-up lasts."""
-        if self._epoch + batch / (self.steps_per_epoch or 1) < self.warmup_epochs:
+        epoch = self._epoch + batch / (self.steps_per_epoch or 1)
+        if epoch < self.warmup_epochs:
             super().on_batch_begin(batch, logs)
+            self._is_rising = self.multiplier(epoch) < 1.0
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Set the last learning rate, if that was not done: with steps_per_execution, Keras does not tell of every
+        batch."""
+        super().on_batch_end(batch, logs)
+        if self._is_rising and self._epoch + (batch + 1) / (self.steps_per_epoch or 1) >= self.warmup_epochs:
+            self._is_rising = False
+            self.model.optimizer.learning_rate = self.initial_lr
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the learning rate to the metrics, and show it after the warm-up."""

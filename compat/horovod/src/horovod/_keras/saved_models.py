@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from horovod._keras.keras2 import is_keras_2
+
 SHORT_LOSSES = ("mse", "mae", "mape", "msle", "kld", "bce")
 """Names that compile() takes and Keras 3 writes into h5 files, but does not find when it reads them."""
 
@@ -25,8 +27,36 @@ def load_model(
     if optimizer is not None:
         if is_old_file:
             optimizer = rebuild_optimizer(optimizer, model.trainable_variables, filepath)
-        model.optimizer = wrap_optimizer(optimizer)
+        distributed = wrap_optimizer(optimizer)
+        if distributed is not optimizer and is_keras_2(optimizer):
+            copy_state(optimizer, distributed, model.trainable_variables)
+        model.optimizer = distributed
     return model
+
+
+def copy_state(source: Any, target: Any, variables: list[Any]) -> None:
+    """Give the state of an optimizer of Keras 2 to the one that was made of its configuration."""
+    own, others = create_variables(source, variables), create_variables(target, variables)
+    if [tuple(each.shape) for each in own] != [tuple(each.shape) for each in others]:
+        warnings.warn(
+            f"the saved state of the optimizer ({type(source).__name__}) is not that of the distributed one, which "
+            "begins anew",
+            stacklevel=5,
+        )
+        return
+    for variable, value in zip(others, own, strict=True):
+        variable.assign(value)
+
+
+def create_variables(optimizer: Any, variables: list[Any]) -> list[Any]:
+    """The variables of an optimizer of Keras 2 that trains these. What a SavedModel has for them is read here."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if hasattr(inner, "_create_all_weights"):  # of tf.keras.optimizers.legacy
+        inner._create_all_weights(variables)
+    else:
+        inner.build(variables)
+    found = optimizer.variables
+    return list(found() if callable(found) else found)
 
 
 def rebuild_optimizer(optimizer: Any, variables: list[Any], filepath: Any) -> Any:

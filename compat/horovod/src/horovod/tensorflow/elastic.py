@@ -140,6 +140,10 @@ class TensorFlowKerasState(ObjectState):
 
     def sync(self) -> None:
         """Take the state of rank 0, and save it."""
+        for each in (self.optimizer, getattr(self.optimizer, "inner_optimizer", None)):
+            reduction = getattr(each, "gradient_reduction", None)  # of Keras 3
+            if reduction is not None:
+                reduction.agree_on_name()
         evaluate(broadcast_variables(self._variables, root_rank=0))
         self._save_variables()
         super().sync()

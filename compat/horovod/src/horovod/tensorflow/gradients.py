@@ -18,7 +18,7 @@ from horovod.tensorflow.mpi_ops import OPS, Adasum, Average, Sum, call_site
 from horovod.tensorflow.util import _executing_eagerly, contains, tensorflow_variable
 from ronde.tensorflow import GradientSettings
 from ronde.tensorflow.gradients import variable_names
-from ronde.tensorflow.graph_operations import unique_in_graph
+from ronde.tensorflow.tracing import unique_in_graph
 
 
 class HorovodGradientReduction:

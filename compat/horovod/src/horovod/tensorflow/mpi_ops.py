@@ -29,7 +29,7 @@ from horovod.tensorflow.compression import Compression, Compressor
 from horovod.tensorflow.errors import tensorflow_errors
 from horovod.tensorflow.util import _executing_eagerly, tensorflow_variable, without_autograph
 from ronde import Group
-from ronde.tensorflow.graph_operations import unique_in_graph
+from ronde.tensorflow.tracing import unique_in_graph
 from ronde.types import Op
 
 __all__ = [

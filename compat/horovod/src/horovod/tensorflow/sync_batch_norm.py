@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import tensorflow as tf
@@ -22,7 +23,6 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc]  # Keras has no types
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused in (True, None):
             raise ValueError("SyncBatchNormalization cannot be fused: use fused=False")
-        kwargs.setdefault("name", "sync_batch_normalization")
         if not IS_KERAS_3:  # which would fuse it otherwise
             kwargs["fused"] = False
         super().__init__(**kwargs)
@@ -32,7 +32,9 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc]  # Keras has no types
         mean, variance = super()._moments(inputs, *args, **kwargs)
         if IS_KERAS_3:
             return mean, variance
-        own = tf.stack([mean, variance + tf.square(mean)])
-        combined = allreduce(own, op=Sum) / tf.cast(size_op(), own.dtype)
-        means, squares = tf.unstack(combined)
-        return means, squares - tf.square(means)
+        exact_mean, exact_variance = tf.cast(mean, tf.float64), tf.cast(variance, tf.float64)
+        own = tf.stack([exact_mean, exact_variance + tf.square(exact_mean)])
+        # Not the place of the call, which is that of fit(): ranks may call it in different lines.
+        name = None if tf.executing_eagerly() else re.sub(r"_\d+$", "", self.name)
+        means, squares = tf.unstack(allreduce(own, op=Sum, name=name) / tf.cast(size_op(), tf.float64))
+        return tf.cast(means, mean.dtype), tf.cast(squares - tf.square(means), variance.dtype)

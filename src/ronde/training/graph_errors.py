@@ -1,5 +1,5 @@
-"""Errors of ronde inside of TensorFlow's. A kernel can only fail with a status and a text, so the exception is kept
-here under a number, which the text ends with; find_error() gives it back."""
+"""Errors of ronde inside of those of a framework. A kernel can only fail with a status and a text, so the exception is
+kept here under a number, which the text ends with; find_error() gives it back."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def describe_error(error: Exception) -> str:
 
 
 def find_error(error: BaseException) -> RondeError | ValueError | TypeError | None:
-    """Return the error of ronde (PeerLost, Mismatch, …) that has caused an error of TensorFlow; None if it has another
-    cause. An error of ronde itself is returned as it is."""
+    """Return the error of ronde (PeerLost, Mismatch, …) that has caused an error of TensorFlow or JAX; None if it has
+    another cause. An error of ronde itself is returned as it is. The error may have been raised while that of the
+    framework was handled: with JAX, fit() of Keras fails once more when it looks for the results of the step."""
     found: BaseException | None = error
     for _ in range(MAX_CHAIN):
         if found is None:
@@ -46,7 +47,7 @@ def find_error(error: BaseException) -> RondeError | ValueError | TypeError | No
         kept = _kept.get(int(match.group(1))) if match else None
         if isinstance(kept, RondeError | ValueError | TypeError):
             return kept
-        found = found.__cause__
+        found = found.__cause__ or found.__context__
     return None
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ronde.comm.world import World
-from ronde.torch.metrics import average_metrics
+from ronde.training.metrics import average_metrics
 from tests.conformance.ranks import run_threads
 
 NAN = math.nan
