@@ -79,12 +79,13 @@ class StepPlan:
         ranges = (local_range(start, stop, own, length) for own in self.shares)
         return tuple(last - first for first, last in ranges)
 
-    def batches(self, order: EpochOrder, *, first: int = 0, stride: int = 1) -> Iterator[PlannedBatch]:
-        """Batches `first`, `first + stride`, … of this member. `order` is that of the data, or of its own data."""
+    def batches(self, order: EpochOrder, *, first: int = 0, stride: int = 1, skip: int = 0) -> Iterator[PlannedBatch]:
+        """Batches `first`, `first + stride`, … of this member, without those before `skip`. `order` is that of the
+        data, or of its own data."""
         length = sum(self.shares) if self.is_local else order.length
         per_chunk = max(1, NUM_LOCATED // self.global_batch)
         num_steps = self.num_steps(length)
-        for chunk in range(0, num_steps, per_chunk):
+        for chunk in range(skip, num_steps, per_chunk):
             starts = [
                 self.position.consumed + step * self.global_batch
                 for step in range(chunk, min(chunk + per_chunk, num_steps))
@@ -172,8 +173,12 @@ class BatchLoader:
         self._collate = collate
         self._num_threads = num_threads
 
-    def load(self, plan: StepPlan, *, first: int = 0, stride: int = 1) -> Iterator[tuple[tuple[int, ...], Any]]:
-        """The batches of a plan with the counts of all members. They are loaded ahead of the caller."""
+    def load(
+        self, plan: StepPlan, *, first: int = 0, stride: int = 1, skip: int = 0, num_threads: int | None = None
+    ) -> Iterator[tuple[tuple[int, ...], Any]]:
+        """The batches of a plan with the counts of all members, or some of them, as StepPlan.batches() says. They are
+        loaded ahead of the caller, by another number of threads if one is given."""
+        num_threads = self._num_threads if num_threads is None else num_threads
         order = EpochOrder(
             self.reader.table.lengths,
             seed=self._seed,
@@ -181,18 +186,18 @@ class BatchLoader:
             shuffle=self._shuffle,
             num_streams=self.num_streams,
         )
-        blocks = BlocksInUse(self.reader, order.num_streams + 2 * self._num_threads)
-        planned = plan.batches(order, first=first, stride=stride)
-        if not self._num_threads:
+        blocks = BlocksInUse(self.reader, order.num_streams + 2 * num_threads)
+        planned = plan.batches(order, first=first, stride=stride, skip=skip)
+        if not num_threads:
             for batch in planned:
                 yield batch.counts, self._load_batch(batch, blocks)
             return
         pending: deque[tuple[tuple[int, ...], Future[Any]]] = deque()
-        executor = ThreadPoolExecutor(self._num_threads, thread_name_prefix="ronde-data")
+        executor = ThreadPoolExecutor(num_threads, thread_name_prefix="ronde-data")
         try:
             for batch in planned:
                 pending.append((batch.counts, executor.submit(self._load_batch, batch, blocks)))
-                if len(pending) > self._num_threads * BATCHES_PER_THREAD:
+                if len(pending) > num_threads * BATCHES_PER_THREAD:
                     counts, loaded = pending.popleft()
                     yield counts, loaded.result()
             while pending:
@@ -340,6 +345,11 @@ class Stream(DataPosition):
     def loader(self) -> BatchLoader:
         # What reads the batches, in this process or another one.
         return self._loader
+
+    @property
+    def is_in_state(self) -> bool:
+        # Whether the steps of a State decide which batches count.
+        return self._state is not None
 
     def plan(self) -> StepPlan:
         # The steps from the position on. Collective, if ranks have shares or data of their own and others than before.

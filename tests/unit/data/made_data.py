@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+import ronde
 from ronde.data.files import ByteRange, DataFolder, FileInfo, LocalFolder, MemoryRange
 from ronde.data.samples import KEY, encode_sample
 from ronde.data.shards import DataIndex, ShardReader, ShardWriter, write_index
@@ -104,6 +107,18 @@ def write_images(folder: Path, counts: Mapping[str, int]) -> None:
         for number in range(count):
             image = make_image(color=(label, number % 256, number // 256))
             (folder / name / f"{number:03d}.png").write_bytes(image)
+
+
+@contextlib.contextmanager
+def data_of_all_ranks(lengths: Iterable[int]) -> Iterator[Path]:
+    """A context with shards that the first rank writes and all ranks see. Collective."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(ronde.objects.broadcast(directory))
+        if ronde.rank() == 0:
+            write_shards(folder, lengths, num_bytes=10)
+        ronde.barrier()
+        yield folder
+        ronde.barrier()
 
 
 def plain(sample: Mapping[str, Any]) -> dict[str, Any]:
