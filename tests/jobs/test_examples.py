@@ -66,6 +66,16 @@ def test_uneven_data_train_one_model() -> None:
     assert "found [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]" in printed
 
 
+def test_prepared_data_are_read_and_every_sample_counts() -> None:
+    printed = run([EXAMPLES / "stream.py"])
+    found = re.search(r"accuracy ([\d.]+)% on (\d+) samples with 2 ranks", printed)
+    assert found, printed
+    assert float(found[1]) > 93
+    num_train = re.search(r"(\d+) samples of \1, ", printed)
+    assert num_train, printed
+    assert int(num_train[1]) + int(found[2]) == 1797
+
+
 def test_two_tasks_learn_with_a_common_trunk() -> None:
     for first, last in losses(run([EXAMPLES / "multi_task.py"])):
         assert last < first / 2

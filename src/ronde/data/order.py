@@ -93,9 +93,12 @@ class EpochOrder:
             index = np.searchsorted(ends, turns[inside], side="right")
             blocks[inside] = stream_blocks[index]
             rows[inside] = turns[inside] - ends[index] + self._lengths[stream_blocks[index]]
-        for block in np.unique(blocks):
-            inside = blocks == block
-            rows[inside] = self._rows(int(block))[rows[inside]]
+        # The positions of each block of several samples, together.
+        several = np.flatnonzero(self._lengths[blocks] > 1)
+        several = several[np.argsort(blocks[several], kind="stable")]
+        changes = np.flatnonzero(np.diff(blocks[several])) + 1
+        for inside in np.split(several, changes) if len(several) else ():
+            rows[inside] = self._rows(int(blocks[inside[0]]))[rows[inside]]
         return streams, blocks, rows
 
     def _order_rows(self, block: int) -> Array:

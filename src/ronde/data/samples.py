@@ -156,7 +156,7 @@ def decode_image(data: bytes, *, limit_bytes: int = MAX_SAMPLE_BYTES) -> Array:
     try:
         with Image.open(io.BytesIO(data)) as image:
             check_image_size(image.size, limit_bytes=limit_bytes)
-            return np.asarray(image.convert("RGB"))
+            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except DataError:
         raise
     except Exception as error:  # decoders raise errors of any class for damaged images, a warning for large ones

@@ -174,10 +174,18 @@ class BatchLoader:
         self._num_threads = num_threads
 
     def load(
-        self, plan: StepPlan, *, first: int = 0, stride: int = 1, skip: int = 0, num_threads: int | None = None
+        self,
+        plan: StepPlan,
+        *,
+        first: int = 0,
+        stride: int = 1,
+        skip: int = 0,
+        num_threads: int | None = None,
+        stack: Callable[[list[Any]], Any] = np.stack,
     ) -> Iterator[tuple[tuple[int, ...], Any]]:
         """The batches of a plan with the counts of all members, or some of them, as StepPlan.batches() says. They are
-        loaded ahead of the caller, by another number of threads if one is given."""
+        loaded ahead of the caller, by another number of threads if one is given. `stack` makes one array of those of
+        many samples, unless the loader has a collate function."""
         num_threads = self._num_threads if num_threads is None else num_threads
         order = EpochOrder(
             self.reader.table.lengths,
@@ -190,13 +198,13 @@ class BatchLoader:
         planned = plan.batches(order, first=first, stride=stride, skip=skip)
         if not num_threads:
             for batch in planned:
-                yield batch.counts, self._load_batch(batch, blocks)
+                yield batch.counts, self._load_batch(batch, blocks, stack)
             return
         pending: deque[tuple[tuple[int, ...], Future[Any]]] = deque()
         executor = ThreadPoolExecutor(num_threads, thread_name_prefix="ronde-data")
         try:
             for batch in planned:
-                pending.append((batch.counts, executor.submit(self._load_batch, batch, blocks)))
+                pending.append((batch.counts, executor.submit(self._load_batch, batch, blocks, stack)))
                 if len(pending) > num_threads * BATCHES_PER_THREAD:
                     counts, loaded = pending.popleft()
                     yield counts, loaded.result()
@@ -206,28 +214,28 @@ class BatchLoader:
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
 
-    def _load_batch(self, batch: PlannedBatch, blocks: BlocksInUse) -> Any:
+    def _load_batch(self, batch: PlannedBatch, blocks: BlocksInUse, stack: Callable[[list[Any]], Any]) -> Any:
         samples: list[Any] = []
         for block, row in zip(batch.blocks, batch.rows, strict=True):
             sample = blocks.read(block, row)
             samples.append(sample if self._transform is None else self._transform(sample))
-        return collate_samples(samples) if self._collate is None else self._collate(samples)
+        return collate_samples(samples, stack) if self._collate is None else self._collate(samples)
 
 
-def collate_samples(samples: list[Any]) -> Any:
+def collate_samples(samples: list[Any], stack: Callable[[list[Any]], Any] = np.stack) -> Any:
     """One batch of many samples: dicts and tuples field by field; numbers, and arrays of one shape, become an array
     with one more dimension; anything else is a list."""
     first = samples[0]
     if isinstance(first, Mapping):
         fields = [name for name in first if all(isinstance(each, Mapping) and name in each for each in samples)]
-        return {name: collate_samples([each[name] for each in samples]) for name in fields}
+        return {name: collate_samples([each[name] for each in samples], stack) for name in fields}
     if isinstance(first, tuple):
-        return tuple(collate_samples(list(parts)) for parts in zip(*samples, strict=True))
+        return tuple(collate_samples(list(parts), stack) for parts in zip(*samples, strict=True))
     if isinstance(first, np.ndarray):
         alike = all(
             isinstance(each, np.ndarray) and each.shape == first.shape and each.dtype == first.dtype for each in samples
         )
-        return np.stack(samples) if alike else samples
+        return stack(samples) if alike else samples
     if isinstance(first, bool | int | float | np.generic):
         return np.array(samples)
     return samples

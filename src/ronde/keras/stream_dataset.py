@@ -50,12 +50,12 @@ class StreamPyDataset(keras.utils.PyDataset):
         return batch
 
     def on_epoch_begin(self) -> None:
-        """Called by fit()."""
+        # Called by fit().
         self._close()
         self._plan = self._stream.plan()
 
     def on_epoch_end(self) -> None:
-        """Called by fit(), also before the first epoch, when it has looked at a batch."""
+        # Called by fit(), also before the first epoch, when it has looked at a batch.
         is_over = self._plan is not None and self._next_index >= len(self)
         self._close()
         self._plan = None

@@ -77,8 +77,8 @@ class StreamDataset(torch.utils.data.IterableDataset[Any]):
                 is_local=plan.is_local,
             )
         self._start, self._next_batch = plan.position, skip
-        # A worker is a thread of its own already.
-        loaded = self._loader.load(plan, first=first, stride=stride, skip=skip, num_threads=0 if worker else None)
+        options: dict[str, Any] = {"num_threads": 0, "stack": stack_in_shared_memory} if worker else {}
+        loaded = self._loader.load(plan, first=first, stride=stride, skip=skip, **options)
         step = skip + (first - skip) % stride
         for _, batch in loaded:
             self._next_batch = step + 1
@@ -104,6 +104,18 @@ class StreamDataset(torch.utils.data.IterableDataset[Any]):
             shares=tuple(self._shared[NUM_FACTS : NUM_FACTS + size].tolist()),
             is_local=bool(is_local),
         )
+
+
+def stack_in_shared_memory(arrays: list[Any]) -> Any:
+    """One tensor of many arrays, where the process that takes it from a worker finds it without a copy."""
+    first = arrays[0]
+    if first.dtype.kind not in "biufc" or not first.size:
+        return np.stack(arrays)
+    empty = torch.from_numpy(np.empty(0, first.dtype))
+    storage = empty._typed_storage()._new_shared(len(arrays) * first.size, device=empty.device)
+    whole = empty.new(storage).resize_(len(arrays), *first.shape)
+    np.stack(arrays, out=whole.numpy())
+    return whole
 
 
 def as_tensors(batch: Any) -> Any:
