@@ -99,6 +99,12 @@ def test_a_job_file_says_what_to_prepare_and_a_wrong_key_is_named_with_its_line(
     )
     done = run_command([RONDE, "data", "prepare", "job.yaml"], cwd=project, limit_s=PATIENCE_S)
     assert done.returncode == 0, done.stderr
+    assert "had been prepared" in run_command([RONDE, "data", "prepare", "job.yaml"], cwd=project).stdout
+    flags = ("--force", "--transform", "killer:transform", "--transform-option", "size=3")
+    wrong = run_command([RONDE, "data", "prepare", "job.yaml", *flags], cwd=project)
+    assert wrong.returncode == 1
+    assert "unexpected keyword argument 'size'" in wrong.stderr
+    done = run_command([RONDE, "data", "prepare", "job.yaml"], cwd=project, limit_s=PATIENCE_S)
     assert "transform 15/15" in done.stderr
     assert len(read_all(open_dataset(project / "out", split="train"))) > 10
     (project / "job.yaml").write_text("data:\n  input: photos\n  outptu: out\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ def prepare(arguments: Sequence[str]) -> int:
     parser.add_argument("input", metavar="IN", help="Data, or a job file, which stands alone.")
     parser.add_argument("output", metavar="OUT", nargs="?", help="Folder to make.")
     parser.add_flag("--transform", metavar="MODULE:FUNCTION", help="Called with each sample, a dict; returns one.")
+    help = "Keyword argument of the transform. Repeatable."
+    parser.add_argument("--transform-option", metavar="NAME=VALUE", action="append", type=_parse_option, help=help)
     parser.add_flag("--by", metavar="|".join(RULES), help="What decides in which shard a sample is. Default: hash.")
     help = "Shares of splits, by a hash of the key. Default: the folders train, val and test of IN, or all in train."
     parser.add_flag("--split", metavar="NAME=SHARE,…", help=help)
@@ -69,6 +72,8 @@ def prepare(arguments: Sequence[str]) -> int:
     flags = vars(parser.parse(arguments))
     as_json = flags.pop("json")
     given = {name: value for name, value in flags.items() if value is not None}
+    if "transform_option" in given:
+        given["transform_options"] = dict(given.pop("transform_option"))
 
     def make_options() -> PrepareOptions:
         if "output" in given:
@@ -81,6 +86,17 @@ def prepare(arguments: Sequence[str]) -> int:
         return msgspec.structs.replace(options, **given)
 
     return _run(parser, lambda: _prepare(make_options(), as_json=as_json))
+
+
+def _parse_option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE; the value is a number or another value of JSON, or a text."""
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name, msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return name, value
 
 
 def _prepare(options: Any, *, as_json: bool) -> None:

@@ -71,6 +71,8 @@ class PrepareOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A folder of this machine, or one that all hosts share."""
     transform: str = ""
     """`module:function`. It gets a sample, a dict, and returns one, several in a list, or None to leave it out."""
+    transform_options: dict[str, Any] = {}
+    """Keyword arguments for the transform."""
     by: str = "hash"
     """What decides in which shard a sample is: hash (of its key), class, or size (consecutive samples)."""
     split: dict[str, float] | str | None = None
@@ -302,6 +304,8 @@ class Preparation:
             )
         self._shares = parse_split(options.split)
         self._transform = load_function(options.transform) if options.transform else None
+        if self._transform is None and options.transform_options:
+            raise ValueError("transform_options are for a transform: give one")
         self._options = options
         self._group = group
         self._on_progress = on_progress
@@ -440,7 +444,9 @@ class Preparation:
         key = str(sample[KEY] if not self._options.key else self._field(sample, self._options.key))
         sample = {**sample, KEY: key}
         try:
-            made = sample if self._transform is None else self._transform(dict(sample))
+            made = (
+                sample if self._transform is None else self._transform(dict(sample), **self._options.transform_options)
+            )
         except Exception as error:
             raise DataError(
                 f"{self._options.transform} failed for sample {shorten(key)!r}: {type(error).__name__}: {error}"

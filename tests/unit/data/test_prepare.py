@@ -41,6 +41,10 @@ def resize(sample: dict[str, Any]) -> Any:
     return [made, made] if number == 2 else made
 
 
+def fill(sample: dict[str, Any], size: int) -> dict[str, Any]:
+    return {"pixels": np.zeros(size, np.uint8)}
+
+
 def fail(sample: dict[str, Any]) -> Any:
     raise KeyError("no such thing")
 
@@ -126,6 +130,14 @@ def test_a_transform_may_change_leave_out_and_multiply_samples(photos: Path, tmp
     assert {int(sample["pixels"][0, 0]) for sample in samples} == {*range(30)} - {1}
 
 
+def test_a_transform_gets_its_options_and_others_are_another_result(photos: Path, tmp_path: Path) -> None:
+    given = {"input": photos, "output": tmp_path / "out", "transform": f"{HERE}:fill"}
+    run_one(**given, transform_options={"size": 5})
+    assert {len(sample["pixels"]) for sample in read_all(open_dataset(tmp_path / "out"))} == {5}
+    with pytest.raises(AssertionError, match="was prepared with another transform_options"):
+        run_one(**given, transform_options={"size": 6})
+
+
 def test_an_iterable_can_be_prepared_and_groups_stay_together(tmp_path: Path) -> None:
     run_one(input=f"{HERE}:hundred", output=tmp_path / "out", split="train=0.5,val=0.5", group_by="patient")
     patients = {
@@ -184,6 +196,7 @@ def test_an_unfinished_run_keeps_finished_tasks_unless_the_options_change(photos
         ({"transform": f"{HERE}:wrong"}, "returned a int for sample 'ant/000.png'"),
         ({"transform": f"{HERE}:none"}, "has no attribute 'none'"),
         ({"transform": "nothing"}, "must be module:function"),
+        ({"transform_options": {"size": 3}}, "transform_options are for a transform"),
         ({"by": "color"}, "by must be one of hash, class, size"),
         ({"split": "train"}, "split must be as in"),
         ({"split": "train=0,val=0"}, "at least one share must be above 0"),
@@ -193,7 +206,7 @@ def test_an_unfinished_run_keeps_finished_tasks_unless_the_options_change(photos
         ({"input": "/nowhere"}, "there is no folder or file /nowhere"),
     ],
 )
-def test_mistakes_are_named(photos: Path, tmp_path: Path, changes: dict[str, str], message: str) -> None:
+def test_mistakes_are_named(photos: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError) as caught:
         run_one(**{"input": photos, "output": tmp_path / "out", **changes})
     assert message in str(caught.value)
