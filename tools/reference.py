@@ -46,6 +46,7 @@ MADE_BY_RONDE = {
     "RunHistory",
     "ShardedArrays",
     "ShardedDataset",
+    "ShardedTree",
     "StatePart",
     "TensorWork",
     "Work",
@@ -56,9 +57,10 @@ MADE_BY_RONDE = {
 def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
-    yield "[ronde.keras](keras.md), [ronde.elastic](elastic.md), [ronde.data](data.md) and [ronde.dash](dash.md) have"
-    yield "their own, and there are pages for what [metrics](metrics.md) and [events](events.md) hold. Everything"
-    yield "else may change without notice."
+    yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md),"
+    yield "[ronde.data](data.md) and [ronde.dash](dash.md) have"
+    yield "their own, and there are pages for what [metrics](metrics.md) and [events](events.md) hold. Everything else"
+    yield "may change without notice."
     yield from _describe_names(ronde)
 
 
@@ -80,6 +82,18 @@ def keras_page() -> Iterator[str]:
     yield f"# Names of ronde.keras\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde.keras`. The [guide](../guides/keras.md) shows how to use them."
     yield from _describe_sources("ronde.keras")
+
+
+def jax_page() -> Iterator[str]:
+    yield f"# Names of ronde.jax\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.jax`. The [guide](../guides/jax.md) shows how to use them."
+    yield from _describe_sources("ronde.jax")
+
+
+def mxnet_page() -> Iterator[str]:
+    yield f"# Names of ronde.mxnet\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.mxnet`. The [guide](../guides/mxnet.md) shows how to use them."
+    yield from _describe_sources("ronde.mxnet")
 
 
 def elastic_page() -> Iterator[str]:
@@ -170,14 +184,22 @@ def _describe_definition(name: str, module: str, original: str) -> Iterator[str]
         yield f"```python\n{name}{signature}\n```\n"
     yield ast.get_docstring(node) or ""
     if isinstance(node, ast.ClassDef):
-        yield from _source_members(node)
-        imported = _find_imports(_parse_module(module))
-        for base in node.bases:  # what ronde's own base classes, which users do not see, have for them
-            origin, _ = imported.get(ast.unparse(base), ("", ""))
-            if origin.startswith("ronde."):
-                inherited = _find_definition(origin, ast.unparse(base))
-                assert isinstance(inherited, ast.ClassDef)
-                yield from _source_members(inherited)
+        yield from _all_source_members(node, module)
+
+
+def _all_source_members(node: ast.ClassDef, module: str) -> Iterator[str]:
+    """Its own members, and what ronde's own base classes, which users do not see, have for them."""
+    yield from _source_members(node)
+    tree = _parse_module(module)
+    imported = _find_imports(tree)
+    here = {each.name for each in tree.body if isinstance(each, ast.ClassDef)}
+    for base in node.bases:
+        name = ast.unparse(base)
+        origin = module if name in here else imported.get(name, ("", ""))[0]
+        if origin.startswith("ronde."):
+            inherited = _find_definition(origin, name)
+            assert isinstance(inherited, ast.ClassDef)
+            yield from _all_source_members(inherited, origin)
 
 
 def _source_members(kind: ast.ClassDef) -> Iterator[str]:
@@ -233,9 +255,16 @@ def _parse_module(module: str) -> ast.Module:
 # --- signatures and members -----------------------------------------------------------------------------------------
 
 
+def _own_bases(kind: type) -> list[type]:
+    """A class, and the class of ronde.training that has its members if it only adds a framework's base to it."""
+    return [kind, *(base for base in kind.__mro__[1:] if base.__module__ == "ronde.training.sample_shard")]
+
+
 def _members(kind: type, *, typed: bool = False) -> Iterator[str]:
     """The attributes of a class, then its methods and properties: those that have a docstring, since others are for
     ronde's own modules. Of a class that consists of fields, all fields; if `typed`, with their types and defaults."""
+    for base in _own_bases(kind)[1:]:
+        yield from _members(base, typed=typed)
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
     has_fields = is_dataclass(kind) or issubclass(kind, msgspec.Struct | tuple)
@@ -281,7 +310,7 @@ def _signature(value: object) -> str:
             return ""
         if is_dataclass(value):
             return _constructor(value)
-        value = vars(value).get("__init__")
+        value = next((vars(each)["__init__"] for each in _own_bases(value) if "__init__" in vars(each)), None)
     if not isinstance(value, FunctionType):
         return ""
     node = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
@@ -409,6 +438,8 @@ def pages() -> dict[Path, str]:
         "torch.md": torch_page(),
         "tensorflow.md": tensorflow_page(),
         "keras.md": keras_page(),
+        "jax.md": jax_page(),
+        "mxnet.md": mxnet_page(),
         "elastic.md": elastic_page(),
         "dash.md": dash_page(),
         "data.md": data_page(),

@@ -1,13 +1,17 @@
 /* The operations of ronde in programs of JAX: handlers of XLA's typed foreign-function interface (FFI).
  *
  * The library is built without jaxlib: it knows the layout of XLA's C interface, version 0.3, which XLA checks when a
- * handler is registered. Python registers ronde_jax_operation for all operations and ronde_jax_nothing, which does
- * nothing.
+ * handler is registered.
  *
- * No handler blocks a thread of XLA. ronde_jax_operation copies what it needs of the call (XLA uses the call frame
- * again as soon as it returns), queues a job, and returns a future. One thread of Python takes the job
- * (ronde_jax_take_job), starts the operation by its name, and ends the job when nothing uses its memory any more: until
- * then XLA keeps operands and results.
+ * An operation is two parts of a program. ronde_jax_start copies the operands into memory of this library, queues a job
+ * and returns at once, with the number of the job as its result. ronde_jax_finish gets that number, and returns a
+ * future if the operation is not over; then the results are copied to where XLA wants them. No handler blocks a thread
+ * of XLA. One thread of Python takes the job (ronde_jax_take_job), starts the operation by its name, and ends the job.
+ *
+ * Why two parts, and a copy: XLA gives the memory of operands and results to other parts of the program as soon as it
+ * can, and lets those wait. With one part, an operation would often have to wait for the end of another one that it
+ * does not need, and two ranks that come to the two in different orders would wait for each other for ever. A part that
+ * ends at once delays nothing. And when a program fails between the two parts, the memory is still there.
  *
  * XLA goes on with the program in the thread that completes a future, and may be busy there for as long as a training
  * step takes. So futures are completed in threads of this library ("ronde-jax-end"), of which there are as many as
@@ -21,11 +25,14 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -46,7 +53,7 @@ using ronde_kernels::kStopped;
 // The version that is known here. Structs only grow within a major version; whether there are futures is seen by the
 // size of theirs.
 constexpr int kMajor = 0, kMinor = 3;
-constexpr int kUnknown = 2, kFailedPrecondition = 9, kInternal = 13;  // codes of errors
+constexpr int kUnknown = 2, kInternal = 13;  // codes of errors
 constexpr int kStringAttribute = 4, kMetadataExtension = 1;
 
 struct Error;
@@ -78,6 +85,13 @@ struct FutureErrorArgs {
   Error* error;  // the future owns it from then on
 };
 
+struct RunIdArgs {
+  size_t struct_size;
+  Extension* extension;
+  void* context;
+  int64_t run_id;  // of one execution of a program
+};
+
 struct Version {
   size_t struct_size;
   Extension* extension;
@@ -95,6 +109,7 @@ struct Api {
   Error* (*create_future)(FutureArgs*);
   Error* (*set_available)(FutureArgs*);
   Error* (*set_error)(FutureErrorArgs*);
+  Error* (*get_run_id)(RunIdArgs*);
 };
 
 struct Buffer {
@@ -208,71 +223,269 @@ int32_t ronde_dtype(int dtype) {
   }
 }
 
+// The bytes of an element of XLA; 0 of one that ronde does not know.
+int element_size(int dtype) {
+  switch (dtype) {
+    case 1:
+    case 2:
+    case 6:
+      return 1;
+    case 3:
+    case 7:
+    case 10:
+    case 16:
+      return 2;
+    case 4:
+    case 8:
+    case 11:
+      return 4;
+    case 5:
+    case 9:
+    case 12:
+      return 8;
+    default:
+      return 0;
+  }
+}
+
+// --- memory ----------------------------------------------------------------------------------------------------------
+
+constexpr size_t kAlignment = 64;
+
+// Memory for the arrays of operations. Freed blocks are kept for the next step: new pages cost more than the copy.
+class Blocks {
+ public:
+  struct Block {
+    std::unique_ptr<char, void (*)(void*)> memory{nullptr, std::free};
+    size_t size = 0;
+  };
+
+  // Returns a block with memory of at least `size` bytes, or with none if there is no memory.
+  Block take(size_t size) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (auto it = kept_.begin(); it != kept_.end(); ++it) {
+        if (it->size < size || it->size / 2 > size) continue;
+        Block found = std::move(*it);
+        kept_.erase(it);
+        return found;
+      }
+    }
+    Block block;
+    block.size = (size + kAlignment - 1) / kAlignment * kAlignment + kAlignment;
+    block.memory.reset(static_cast<char*>(std::aligned_alloc(kAlignment, block.size)));
+    return block;
+  }
+
+  void give_back(Block block) {
+    if (block.memory == nullptr || block.size > kMaxKeptBytes) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    kept_.push_back(std::move(block));
+    if (kept_.size() > kMaxKept) kept_.pop_front();
+  }
+
+ private:
+  static constexpr size_t kMaxKept = 8;
+  static constexpr size_t kMaxKeptBytes = 32 << 20;  // of each: above that, memory is dearer than new pages
+  std::mutex mutex_;
+  std::deque<Block> kept_;
+};
+
+// Never destroyed: programs may run while the process ends.
+Blocks& blocks() {
+  static auto* all = new Blocks;
+  return *all;
+}
+
 // --- jobs ------------------------------------------------------------------------------------------------------------
 
 std::atomic<bool> is_forked_child{false};
 
-// One execution of the handler. Python frees it.
-struct Job {
-  const Api* api = nullptr;
-  Future* future = nullptr;  // null when it is completed
-  std::string operation;     // what Python reads
-  std::vector<void*> inputs, outputs;
-  std::vector<int32_t> dtypes;  // of inputs and outputs
-  std::vector<int64_t> dims;    // per input and output: how many, and then each
+// Arrays one after the other in a block.
+struct Arrays {
+  Blocks::Block block;
+  std::vector<void*> data;
+  std::vector<size_t> sizes;  // bytes
+
+  ~Arrays() { blocks().give_back(std::move(block)); }
+
+  // Uses memory of somebody else, without gaps between the arrays.
+  void place(std::vector<size_t> wanted, char* memory) {
+    sizes = std::move(wanted);
+    for (size_t size : sizes) {
+      data.push_back(memory);
+      memory += size;
+    }
+  }
+
+  bool allocate(std::vector<size_t> wanted) {
+    sizes = std::move(wanted);
+    size_t total = 0;
+    std::vector<size_t> offsets;
+    for (size_t size : sizes) {
+      offsets.push_back(total);
+      total += (size + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    block = blocks().take(total);
+    if (block.memory == nullptr) return false;
+    for (size_t offset : offsets) data.push_back(block.memory.get() + offset);
+    return true;
+  }
 };
 
-// As JobView in ronde/jax/ffi_library.py.
+struct WaitingFinish {  // a handler ronde_jax_finish whose future is not completed
+  const Api* api = nullptr;
+  Future* future = nullptr;
+  std::vector<void*> outputs;
+  std::vector<size_t> sizes;
+};
+
+// One operation of a program, from ronde_jax_start until ronde_jax_finish has ended and Python has freed it.
+struct Job {
+  int64_t number = 0;
+  int64_t run_id = 0;
+  std::string operation, result_shapes;  // what Python reads
+  bool is_in_bucket = false;             // the operands are in the bucket of the operation
+  bool is_repeated = false;              // another one of its name was not finished in this execution of the program
+  Arrays inputs;                         // the results of an operation that changes no shapes are here, too
+  std::vector<int32_t> dtypes;
+  std::vector<int64_t> dims;  // per input: how many, and then each
+  uint8_t flag = 0;
+  std::mutex mutex;  // guards the rest
+  bool has_ended = false;
+  int code = 0;
+  std::string error;  // empty if all is well
+  Arrays results;     // of an operation that changes shapes
+  bool has_results = false;
+  std::unique_ptr<WaitingFinish> finish;
+};
+using JobPointer = std::shared_ptr<Job>;
+
+// As HandlerJobView in ronde/jax/ffi_library.py.
 struct JobView {
-  Job* job;
+  JobPointer* job;
   const char* operation;
+  const char* result_shapes;
+  int32_t is_repeated;
+  int32_t is_in_bucket;
   uint64_t num_inputs;
   void* const* inputs;
-  uint64_t num_outputs;
-  void* const* outputs;
   const int32_t* dtypes;
   const int64_t* dims;
 };
 
-void read_buffers(const Buffers& buffers, Job* job, std::vector<void*>* data) {
-  for (int64_t i = 0; i < buffers.size; ++i) {
-    const Buffer* buffer = buffers.items[i];
-    data->push_back(buffer->data);
-    job->dtypes.push_back(ronde_dtype(buffer->dtype));
-    job->dims.push_back(buffer->rank);
-    job->dims.insert(job->dims.end(), buffer->dims, buffer->dims + buffer->rank);
+// Memory that ranks share, for an operation that is repeated: what is copied there need not be copied again.
+struct BucketMemory {
+  char* address = nullptr;
+  size_t size = 0;
+  std::weak_ptr<Job> user;  // the job whose arrays are there
+};
+
+struct BucketTable {
+  std::mutex mutex;                             // held while operands are copied, so that Python can replace the memory
+  std::map<std::string, BucketMemory> buckets;  // by operation
+};
+
+BucketTable& bucket_table() {
+  static auto* table = new BucketTable;
+  return *table;
+}
+
+struct JobTable {
+  std::mutex mutex;
+  std::map<int64_t, JobPointer> jobs;   // by number: those that are not finished
+  std::map<std::string, int64_t> last;  // by operation, the number of the last one
+  int64_t next_number = 1;
+};
+
+JobTable& job_table() {
+  static auto* table = new JobTable;
+  return *table;
+}
+
+constexpr size_t kMaxKeptJobs = 4096;  // of programs that failed between start and finish
+
+size_t count_bytes(const Buffer* buffer) {
+  size_t bytes = static_cast<size_t>(element_size(buffer->dtype));
+  for (int64_t d = 0; d < buffer->rank; ++d) bytes *= static_cast<size_t>(buffer->dims[d]);
+  return bytes;
+}
+
+// Adds a job to the table. One of the same name that was not finished belongs to an execution that has failed, or it is
+// a mistake of the program: nobody could say which of the two another rank means.
+void add_job(const JobPointer& job) {
+  JobPointer dropped;  // after the lock
+  JobTable& table = job_table();
+  std::lock_guard<std::mutex> lock(table.mutex);
+  auto last = table.last.find(job->operation);
+  if (last != table.last.end()) {
+    auto found = table.jobs.find(last->second);
+    if (found != table.jobs.end()) {
+      job->is_repeated = job->run_id != 0 && found->second->run_id == job->run_id;
+      if (!job->is_repeated) {
+        dropped = std::move(found->second);
+        table.jobs.erase(found);
+      }
+    }
   }
+  while (table.jobs.size() >= kMaxKeptJobs) table.jobs.erase(table.jobs.begin());
+  if (table.last.size() >= kMaxKeptJobs) table.last.clear();
+  job->number = table.next_number++;
+  table.last[job->operation] = job->number;
+  table.jobs[job->number] = job;
+}
+
+JobPointer take_from_table(int64_t number) {
+  JobTable& table = job_table();
+  std::lock_guard<std::mutex> lock(table.mutex);
+  auto found = table.jobs.find(number);
+  if (found == table.jobs.end()) return nullptr;
+  JobPointer job = std::move(found->second);
+  table.jobs.erase(found);
+  return job;
 }
 
 // --- completing futures ----------------------------------------------------------------------------------------------
 
+// Copies the results of a job that has ended to where XLA wants them. Returns an error, or null.
+Error* deliver(Job* job, const WaitingFinish& finish) {
+  if (!job->error.empty()) return make_error(finish.api, job->code, job->error.c_str());
+  const Arrays& found = job->has_results ? job->results : job->inputs;
+  if (found.sizes != finish.sizes) return make_error(finish.api, kInternal, "ronde: the results have other sizes");
+  for (size_t i = 0; i < finish.sizes.size(); ++i)
+    if (finish.sizes[i] > 0) std::memcpy(finish.outputs[i], found.data[i], finish.sizes[i]);
+  return nullptr;
+}
+
 struct Completion {
-  const Api* api;
-  Future* future;
-  Error* error;  // null if all is well
+  JobPointer job;
+  std::unique_ptr<WaitingFinish> finish;
 };
 
-void complete(const Completion& completion) {
-  if (completion.error != nullptr) {
+void complete(Completion completion) {
+  const WaitingFinish& finish = *completion.finish;
+  if (Error* error = deliver(completion.job.get(), finish)) {
+    completion.job.reset();
     FutureErrorArgs args{};
     args.struct_size = sizeof args;
-    args.future = completion.future;
-    args.error = completion.error;
-    completion.api->set_error(&args);
+    args.future = finish.future;
+    args.error = error;
+    finish.api->set_error(&args);
   } else {
+    completion.job.reset();  // XLA may go on with the program here
     FutureArgs args{};
     args.struct_size = sizeof args;
-    args.future = completion.future;
-    completion.api->set_available(&args);
+    args.future = finish.future;
+    finish.api->set_available(&args);
   }
 }
 
 // Threads that complete futures. One that has had nothing to do for a while ends.
 class CompletionThreads {
  public:
-  void put(const Completion& completion) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    waiting_.push_back(completion);
+  void put(Completion completion) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    waiting_.push_back(std::move(completion));
     if (waiting_.size() > static_cast<size_t>(num_idle_)) {
       try {
         std::thread([this] { run(); }).detach();
@@ -280,8 +493,10 @@ class CompletionThreads {
       } catch (const std::system_error&) {
         // No more threads: one of the others takes it, when its part of a program is over.
         if (num_threads_ == 0) {
+          Completion last = std::move(waiting_.back());
           waiting_.pop_back();
-          complete(completion);
+          lock.unlock();
+          complete(std::move(last));
           return;
         }
       }
@@ -303,10 +518,10 @@ class CompletionThreads {
         --num_idle_;
         if (!found) break;
       }
-      Completion completion = waiting_.front();
+      Completion completion = std::move(waiting_.front());
       waiting_.pop_front();
       lock.unlock();
-      complete(completion);
+      complete(std::move(completion));
       lock.lock();
     }
     --num_threads_;
@@ -325,18 +540,52 @@ CompletionThreads& completion_threads() {
   return *threads;
 }
 
-// Completes the future of a job once, with an error unless `text` is null.
-void end_job(Job* job, int code, const char* text) {
-  if (job->future == nullptr) return;
-  Completion completion{job->api, job->future, text == nullptr ? nullptr : make_error(job->api, code, text)};
-  job->future = nullptr;
-  completion_threads().put(completion);
+// Ends a job once, with an error unless `text` is null.
+void end_job(const JobPointer& job, int code, const char* text) {
+  std::unique_ptr<WaitingFinish> finish;
+  {
+    std::lock_guard<std::mutex> lock(job->mutex);
+    if (job->has_ended) return;
+    job->has_ended = true;
+    job->code = code;
+    if (text != nullptr) job->error = *text != 0 ? text : "ronde: an operation has failed";
+    finish = std::move(job->finish);
+  }
+  if (finish != nullptr) completion_threads().put({job, std::move(finish)});
 }
 
 // Jobs for the thread of Python.
-JobQueue<Job>& job_queue() {
-  static auto* queue = new JobQueue<Job>([](Job* job) { end_job(job, kUnknown, kStopped); });
+JobQueue<JobPointer>& job_queue() {
+  static auto* queue = new JobQueue<JobPointer>([](JobPointer* job) { end_job(*job, kUnknown, kStopped); });
   return *queue;
+}
+
+// Copies the operands of a job into the bucket of its operation, if that has one which is free, or into memory of its
+// own. Returns whether there was memory.
+bool copy_operands(const JobPointer& job, const CallFrame* frame, const std::vector<size_t>& sizes) {
+  size_t total = 0;
+  for (size_t size : sizes) total += size;
+  BucketTable& table = bucket_table();
+  std::unique_lock<std::mutex> lock(table.mutex);
+  auto found = table.buckets.find(job->operation);
+  bool is_free = found != table.buckets.end() && found->second.user.expired();
+  // The last operand may be a flag, which is no part of the bucket.
+  if (is_free && !sizes.empty() && (found->second.size == total || found->second.size + sizes.back() == total)) {
+    job->inputs.place(sizes, found->second.address);
+    if (found->second.size != total) job->inputs.data.back() = &job->flag;
+    if (found->second.size == total || sizes.back() == sizeof job->flag) {
+      found->second.user = job;
+      job->is_in_bucket = true;
+    }
+  }
+  if (!job->is_in_bucket) {
+    lock.unlock();
+    job->inputs.data.clear();
+    if (!job->inputs.allocate(sizes)) return false;
+  }
+  for (size_t i = 0; i < sizes.size(); ++i)
+    if (sizes[i] > 0) std::memcpy(job->inputs.data[i], frame->inputs.items[i]->data, sizes[i]);
+  return true;
 }
 
 __attribute__((constructor)) void watch_forks() {
@@ -347,58 +596,114 @@ __attribute__((constructor)) void watch_forks() {
 
 // --- for XLA ---------------------------------------------------------------------------------------------------------
 
-EXPORT Error* ronde_jax_operation(CallFrame* frame) {
+EXPORT Error* ronde_jax_start(CallFrame* frame) {
   if (answer_metadata(frame)) return nullptr;
   const Api* api = frame->api;
-  if (is_forked_child) return make_error(api, kFailedPrecondition, kForked);
+  if (is_forked_child) return make_error(api, kUnknown, kForked);
   if (frame->struct_size < offsetof(CallFrame, future) || api->struct_size < sizeof(Api))
     return make_error(api, kInternal, "ronde: this jaxlib has no futures for foreign functions");
-  auto job = std::make_unique<Job>();
-  job->api = api;
+  auto job = std::make_shared<Job>();
   for (int64_t i = 0; i < frame->attributes.size; ++i) {
     if (frame->attributes.types[i] != kStringAttribute) continue;
     const Text* text = static_cast<const Text*>(frame->attributes.items[i]);
-    job->operation.assign(text->data, text->size);
+    const Text* name = frame->attributes.names[i];
+    (std::string(name->data, name->size) == "operation" ? job->operation : job->result_shapes)
+        .assign(text->data, text->size);
   }
-  read_buffers(frame->inputs, job.get(), &job->inputs);
-  read_buffers(frame->outputs, job.get(), &job->outputs);
-  FutureArgs args{};
+  std::vector<size_t> sizes;
+  for (int64_t i = 0; i < frame->inputs.size; ++i) {
+    const Buffer* buffer = frame->inputs.items[i];
+    sizes.push_back(count_bytes(buffer));
+    job->dtypes.push_back(ronde_dtype(buffer->dtype));
+    job->dims.push_back(buffer->rank);
+    job->dims.insert(job->dims.end(), buffer->dims, buffer->dims + buffer->rank);
+  }
+  RunIdArgs args{};
   args.struct_size = sizeof args;
-  if (Error* error = api->create_future(&args)) return error;
-  job->future = frame->future = args.future;
-  job_queue().put(std::move(job));
+  args.context = frame->context;
+  if (Error* error = api->get_run_id(&args)) return error;
+  job->run_id = args.run_id;
+  add_job(job);
+  if (!copy_operands(job, frame, sizes)) {
+    take_from_table(job->number);
+    return make_error(api, kInternal, "ronde: there is no memory for the operands");
+  }
+  std::memcpy(frame->outputs.items[0]->data, &job->number, sizeof job->number);
+  job_queue().put(std::make_unique<JobPointer>(job));
   return nullptr;
 }
 
-// Fills a program, so that XLA runs what it can at the same time: it runs those of at most eight parts, or with nothing
-// but small arrays, in one order.
-EXPORT Error* ronde_jax_nothing(CallFrame* frame) {
-  answer_metadata(frame);
-  return nullptr;
+EXPORT Error* ronde_jax_finish(CallFrame* frame) {
+  if (answer_metadata(frame)) return nullptr;
+  const Api* api = frame->api;
+  int64_t number = 0;
+  std::memcpy(&number, frame->inputs.items[0]->data, sizeof number);
+  JobPointer job = take_from_table(number);
+  if (job == nullptr)
+    return make_error(api, kInternal,
+                      "ronde: an operation was forgotten, because another program has started one of its name");
+  auto finish = std::make_unique<WaitingFinish>();
+  finish->api = api;
+  for (int64_t i = 0; i < frame->outputs.size; ++i) {
+    finish->outputs.push_back(frame->outputs.items[i]->data);
+    finish->sizes.push_back(count_bytes(frame->outputs.items[i]));
+  }
+  {
+    std::lock_guard<std::mutex> lock(job->mutex);
+    if (!job->has_ended) {
+      FutureArgs args{};
+      args.struct_size = sizeof args;
+      if (Error* error = api->create_future(&args)) return error;
+      finish->future = frame->future = args.future;
+      job->finish = std::move(finish);
+      return nullptr;
+    }
+  }
+  return deliver(job.get(), *finish);
 }
 
 // --- for Python: ronde/jax/ffi_library.py ----------------------------------------------------------------------------
 
 // Waits for the next job. Returns 1, 0 after timeout_s, -1 when ronde_jax_stop was called.
 EXPORT int ronde_jax_take_job(JobView* view, double timeout_s) {
-  Job* job = job_queue().take(timeout_s);
-  if (job == nullptr) return job_queue().is_stopped() ? -1 : 0;
-  *view = {job,
-           job->operation.c_str(),
-           job->inputs.size(),
-           job->inputs.data(),
-           job->outputs.size(),
-           job->outputs.data(),
-           job->dtypes.data(),
-           job->dims.data()};
+  JobPointer* taken = job_queue().take(timeout_s);
+  if (taken == nullptr) return job_queue().is_stopped() ? -1 : 0;
+  const Job& job = **taken;
+  *view = {taken,
+           job.operation.c_str(),
+           job.result_shapes.c_str(),
+           job.is_repeated,
+           job.is_in_bucket,
+           job.inputs.data.size(),
+           job.inputs.data.data(),
+           job.dtypes.data(),
+           job.dims.data()};
   return 1;
 }
 
-// Ends a job: with an error, unless `text` is null. Nothing may use its memory any more.
-EXPORT void ronde_jax_end(Job* job, int code, const char* text) {
-  end_job(job, code, text);
-  delete job;
+// Sets the bucket of an operation; null if it has none any more. When it returns, no handler uses the one before, but
+// for the results of a job that has ended and is not finished.
+EXPORT void ronde_jax_set_bucket(const char* operation, void* address, uint64_t size) {
+  BucketTable& table = bucket_table();
+  std::lock_guard<std::mutex> lock(table.mutex);
+  table.buckets.erase(operation);
+  if (address != nullptr) table.buckets[operation] = {static_cast<char*>(address), static_cast<size_t>(size), {}};
 }
+
+// Gives a job memory for results of so many bytes, and returns whether there is any. Only for an operation whose
+// results are not where its operands are.
+EXPORT int ronde_jax_allocate_results(JobPointer* job, const uint64_t* sizes, uint64_t count, void** data) {
+  if (!(*job)->results.allocate(std::vector<size_t>(sizes, sizes + count))) return 0;
+  std::copy((*job)->results.data.begin(), (*job)->results.data.end(), data);
+  (*job)->has_results = true;
+  return 1;
+}
+
+// Ends a job: with an error, unless `text` is null. After an error the job keeps its memory until it is freed.
+EXPORT void ronde_jax_end(JobPointer* job, int code, const char* text) { end_job(*job, code, text); }
+
+// Frees a job that has ended, and whose memory nothing uses any more.
+EXPORT void ronde_jax_free_job(JobPointer* job) { delete job; }
 
 // Ends all jobs that nobody has taken, and all later ones, with an error.
 EXPORT void ronde_jax_stop() { job_queue().stop(); }

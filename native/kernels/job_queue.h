@@ -1,11 +1,12 @@
 /* The jobs of a framework's kernels, from the threads of the framework to one thread of Python. Used by the libraries
- * for TensorFlow and JAX. */
+ * for TensorFlow, JAX and MXNet. */
 #ifndef RONDE_KERNELS_JOB_QUEUE_H_
 #define RONDE_KERNELS_JOB_QUEUE_H_
 
 #include <chrono>
 #include <condition_variable>
-#include <deque>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -23,11 +24,12 @@ class JobQueue {
  public:
   explicit JobQueue(void (*refuse)(Job*)) : refuse_(refuse) {}
 
-  void put(std::unique_ptr<Job> job) {
+  // Jobs of a higher priority are taken first, equal ones in the order in which they were put in.
+  void put(std::unique_ptr<Job> job, int64_t priority = 0) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!stopped_) {
-        jobs_.push_back(std::move(job));
+        jobs_.emplace(-priority, std::move(job));
         changed_.notify_one();
         return;
       }
@@ -40,8 +42,8 @@ class JobQueue {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return stopped_ || !jobs_.empty(); });
     if (jobs_.empty()) return nullptr;
-    Job* job = jobs_.front().release();
-    jobs_.pop_front();
+    Job* job = jobs_.begin()->second.release();
+    jobs_.erase(jobs_.begin());
     return job;
   }
 
@@ -51,21 +53,21 @@ class JobQueue {
   }
 
   void stop() {
-    std::deque<std::unique_ptr<Job>> left;
+    std::multimap<int64_t, std::unique_ptr<Job>> left;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stopped_ = true;
       left.swap(jobs_);
       changed_.notify_all();
     }
-    for (auto& job : left) refuse_(job.get());
+    for (auto& each : left) refuse_(each.second.get());
   }
 
  private:
   void (*refuse_)(Job*);
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::unique_ptr<Job>> jobs_;
+  std::multimap<int64_t, std::unique_ptr<Job>> jobs_;  // by negative priority
   bool stopped_ = false;
 };
 

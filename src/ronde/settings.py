@@ -240,6 +240,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             minimum=0,
         ),
     ] = 1024 * 1024 * 1024
+    jax_ops: Annotated[
+        str,
+        Setting(
+            "How operations run inside of programs of JAX: by `native` handlers, or through `python`, which is slower. "
+            "`auto`: native if a self-test finds that they work with the installed JAX.",
+            choices=("auto", "native", "python"),
+        ),
+    ] = "auto"
+    mxnet_ops: Annotated[
+        str,
+        Setting(
+            "How asynchronous operations on MXNet arrays run: `native` in MXNet's engine, or through `python`, where "
+            "each is waited for. `auto`: native if a self-test finds that it works with the installed MXNet.",
+            choices=("auto", "native", "python"),
+        ),
+    ] = "auto"
     tensorflow_ops: Annotated[
         str,
         Setting(

@@ -218,7 +218,7 @@ def test_extensions_are_there_or_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not util.extension_available("mxnet")
     util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
     with pytest.raises(ImportError, match="not part of ronde-horovod yet"):
-        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
+        util.check_extension("horovod.spark", "HOROVOD_WITH_SPARK", __file__, "mpi_lib")
     monkeypatch.setattr(util, "AVAILABLE", ["missing"])
     with pytest.raises(ImportError, match=r"horovod\.missing needs missing; install it with pip install missing$"):
         util.check_extension("horovod.missing", "HOROVOD_WITH_MISSING", __file__, "mpi_lib")

@@ -5,6 +5,11 @@ numpy, torch         ronde's own functions, and those of ronde.torch
 tensorflow           eager, in tf.function and in graphs of sessions, with native kernels
 tensorflow-python    the same operations through Python on all ranks
 tensorflow-mixed     native kernels on rank 0, Python on the others
+jax                  outside and inside of jit, with native handlers
+jax-python, -mixed   as those of TensorFlow
+mxnet                blocking, and in MXNet's engine
+mxnet-python         asynchronous operations through Python on all ranks
+mxnet-mixed          in MXNet's engine on rank 0, through Python on the others
 tensorflow-2.20      an older TensorFlow with the same library of kernels; `make test-all` makes its environment
 
 The modes of a framework share its processes, because importing it takes seconds.
@@ -21,14 +26,17 @@ import pytest
 
 from tests.commands import ROOT
 from tests.conformance.frameworks.collective_cases import CASES
-from tests.conformance.frameworks.framework import MODES, WITHOUT_TENSORS
+from tests.conformance.frameworks.framework import MODES, WITHOUT_GRADIENTS, WITHOUT_TENSORS
 from tests.conformance.runner import ProcessRanks
 from tests.limits import LONG_TEST_S
 from tests.services import needs
 
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
+MXNET = ROOT / ".venv-mxnet/bin/python"
 TENSORFLOW_2_20 = ROOT / ".venv-tensorflow-2.20/bin/python"
 NATIVE, PYTHON = (["env", f"RONDE_TENSORFLOW_OPS={ops}"] for ops in ("native", "python"))
+JAX_NATIVE, JAX_PYTHON = (["env", f"RONDE_JAX_OPS={ops}", "NPROC=1"] for ops in ("native", "python"))
+MXNET_NATIVE, MXNET_PYTHON = (["env", f"RONDE_MXNET_OPS={ops}"] for ops in ("native", "python"))
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -49,6 +57,12 @@ JOBS = {
     "tensorflow": FrameworkJob("tensorflow", 2, TENSORFLOW),
     "tensorflow-python": FrameworkJob("tensorflow", 2, TENSORFLOW, {0: PYTHON, 1: PYTHON}, ("function", "graph")),
     "tensorflow-mixed": FrameworkJob("tensorflow", 2, TENSORFLOW, {0: NATIVE, 1: PYTHON}, ("function", "graph")),
+    "jax": FrameworkJob("jax", 2, TENSORFLOW, {0: JAX_NATIVE, 1: JAX_NATIVE}),
+    "jax-python": FrameworkJob("jax", 2, TENSORFLOW, {0: JAX_PYTHON, 1: JAX_PYTHON}, ("jit",)),
+    "jax-mixed": FrameworkJob("jax", 2, TENSORFLOW, {0: JAX_NATIVE, 1: JAX_PYTHON}, ("jit",)),
+    "mxnet": FrameworkJob("mxnet", 2, MXNET),
+    "mxnet-python": FrameworkJob("mxnet", 2, MXNET, {0: MXNET_PYTHON, 1: MXNET_PYTHON}, ("asynchronous",)),
+    "mxnet-mixed": FrameworkJob("mxnet", 2, MXNET, {0: MXNET_NATIVE, 1: MXNET_PYTHON}, ("asynchronous",)),
     "tensorflow-2.20": FrameworkJob("tensorflow", 2, TENSORFLOW_2_20, {0: NATIVE, 1: NATIVE}, ("function",)),
 }
 NEEDS = {
@@ -56,6 +70,10 @@ NEEDS = {
     TENSORFLOW: [
         pytest.mark.slow,
         needs("TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it"),
+    ],
+    MXNET: [
+        pytest.mark.slow,
+        needs("MXNet", missing="" if MXNET.exists() else "no .venv-mxnet; `make build` makes it"),
     ],
     TENSORFLOW_2_20: [
         pytest.mark.slow,
@@ -77,7 +95,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, job in JOBS.items():
         for mode in job.modes or MODES[job.framework]:
             for case in CASES.values():
-                if not (case.for_tensors and job.framework in WITHOUT_TENSORS):
+                is_without = (case.for_tensors and job.framework in WITHOUT_TENSORS) or (
+                    case.for_gradients and job.framework in WITHOUT_GRADIENTS
+                )
+                if not is_without:
                     made.append(
                         pytest.param(name, mode, case.name, id=f"{name}-{mode}-{case.name}", marks=NEEDS[job.python])
                     )

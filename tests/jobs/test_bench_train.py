@@ -76,6 +76,22 @@ def test_keras_trains_in_its_own_loop_in_fit_and_beside_the_strategy(tmp_path: P
     assert all(words in done.stdout for words in ("keras, 2 ranks on", "784-512-512-10", "custom loop"))
 
 
+@needs("JAX", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it")
+def test_jax_trains_with_ronde_and_over_a_mesh(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    command = (TENSORFLOW, "-m", "ronde.cli.main", "bench", "train", "-np", "2", "--framework", "jax")
+    short = ("--models", "mlp", "--batch", "4", "--rounds", "1", "--steps", "3", "--json", str(results))
+    env = {**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run((*command, *short), capture_output=True, text=True, timeout=LONG_TEST_S, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left out" not in done.stdout
+    records = {record["impl"]: record for record in map(json.loads, results.read_text().splitlines())}
+    assert set(records) == {"alone", "apart", "lockstep", "ronde", "mesh"}
+    for record in records.values():
+        assert (record["framework"], record["num_steps"], record["backward_us"]) == ("jax", 3, None)
+        assert min(record["step_us"], record["cpu_us"], record["efficiency"], record["vs_peer"]) > 0
+
+
 @needs("TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it")
 @pytest.mark.parametrize("setup", [TrainingSetup("ronde", "ronde", codec="float16"), TrainingSetup("hvd", "hvd")])
 def test_tensorflow_has_the_same_gradients_on_all_ranks(setup: TrainingSetup) -> None:

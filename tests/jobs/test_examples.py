@@ -25,6 +25,7 @@ from tests.unit.data.test_readers import read_all
 
 EXAMPLES = ROOT / "examples"
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
+MXNET = ROOT / ".venv-mxnet/bin/python"
 
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
 # Short and small, everything else as in a real run.
@@ -53,6 +54,16 @@ def test_fit_finds_the_weights_and_is_the_readmes() -> None:
 
 def test_the_mlp_learns_digits() -> None:
     accuracy = re.search(r"test accuracy with 2 rank\(s\): ([\d.]+)%", run([EXAMPLES / "mlp.py"]))
+    assert accuracy
+    assert float(accuracy[1]) > 95
+
+
+@needs("MXNet", missing="" if MXNET.exists() else "no .venv-mxnet; `make build` makes it")
+@pytest.mark.parametrize("flags", [[], ["--fp16"]])
+def test_gluon_of_mxnet_learns_digits(flags: list[str]) -> None:
+    words: list[str | Path] = [PROGRAMS / "ronde", "run", "-np", "2", MXNET, EXAMPLES / "mxnet/digits.py", *flags]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    accuracy = re.search(r"test accuracy with 2 rank\(s\): ([\d.]+)%", output_of(words, env=env, limit_s=LONG_S))
     assert accuracy
     assert float(accuracy[1]) > 95
 

@@ -75,11 +75,22 @@ def test_one_wheel_serves_every_python(wheel: Path) -> None:
 def test_the_wheel_has_the_library_and_the_types_and_nothing_of_the_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"ronde/__init__.py", "ronde/libronde.so", "ronde/py.typed"} <= set(names)
-    assert "ronde/tensorflow/libronde_tensorflow.so" in names
+    libraries = {f"ronde/{each}/libronde_{each}.so" for each in ("jax", "mxnet", "tensorflow")}
+    assert libraries <= set(names)
     assert sys.version_info < (3, 11) or "ronde/comm/backends/hot_calls.abi3.so" in names
     uplot = {f"ronde/dash/vendor/uplot/{name}" for name in ("uPlot.iife.min.js", "uPlot.min.css", "LICENSE")}
     assert uplot | {"ronde/dash/static/report.js", "ronde/dash/static/report.css"} <= set(names)
     assert [name for name in names if not name.startswith(("ronde/", "ronde-"))] == []
+
+
+@pytest.mark.parametrize("environment", [CURRENT], indirect=True)
+def test_it_can_be_installed_with_mxnet_and_the_numpy_that_mxnet_needs(wheel: Path, environment: Path) -> None:
+    """NumPy 1.24 has removed names that MXNet uses, and MXNet does not say so in what it requires."""
+    pip = (sys.executable, "-m", "pip", "--python", environment / "bin/python", "install", "--dry-run")
+    printed = output_of([*pip, "--only-binary", ":all:", wheel, "mxnet==1.9.1", "numpy<1.24"], limit_s=BUILD_S)
+    would = printed.splitlines()[-1]
+    assert would.startswith("Would install") and " mxnet-1.9.1" in would and " numpy-1.23." in would, printed
+    assert f" ronde-{wheel.stem.split('-')[1]}" in would
 
 
 @pytest.mark.parametrize("environment", PYTHONS, indirect=True)

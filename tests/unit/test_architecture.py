@@ -53,9 +53,14 @@ RUN_TIME = {"numpy", "zmq", "msgspec", "psutil", "cloudpickle", "rich", "yaml"}
 
 POWERS: dict[str, tuple[str, ...]] = {
     "the environment": ("settings.py", "comm/launchers.py", "launch/"),
-    "ctypes": ("comm/backends/native_library.py", "tensorflow/op_library.py"),
+    "ctypes": (
+        "comm/backends/native_library.py",
+        "jax/ffi_library.py",
+        "mxnet/engine_library.py",
+        "tensorflow/op_library.py",
+    ),
     "print()": ("cli/",),
-    "processes": ("launch/", "cli/", "elastic/discovery.py", "tensorflow/op_library.py"),
+    "processes": ("launch/", "cli/", "elastic/discovery.py", "training/native_self_test.py"),
     "sockets": ("net/",),
 }
 """Who owns what; a path that ends with a slash is a package."""

@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -262,3 +262,21 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{name} must be a whole number, got {text!r}; set RONDE_RANK and RONDE_SIZE, or unset {name}")
     return int(text)
+
+
+class JaxVariables(NamedTuple):
+    """What `ronde run` says to jax.distributed.initialize()."""
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+
+
+def read_jax_variables(environ: Mapping[str, str] | None = None) -> JaxVariables | None:
+    """The variables for JAX, if `ronde run` has started this process; None if it has not, or they are incomplete."""
+    environ = os.environ if environ is None else environ
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    if "RONDE_RANK" not in environ or not all(environ.get(name) for name in names):
+        return None
+    address, num_processes, process_id = (environ[name] for name in names)
+    return JaxVariables(address, int(num_processes), int(process_id))

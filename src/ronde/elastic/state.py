@@ -29,6 +29,7 @@ FRAMEWORK_BINDINGS = {
     "torch": ("ronde.torch", "state_dict"),
     "keras": ("ronde.keras", "variables"),
     "tensorflow": ("ronde.tensorflow", "assign"),
+    "mxnet": ("ronde.mxnet", "context"),
 }
 """By library, the package that registers parts for its objects when it is imported, and what these objects have."""
 ATOMIC_TYPES = frozenset({bool, bytes, complex, float, int, range, str, type(None)})
@@ -105,6 +106,36 @@ def register_container_part(accepts: Callable[[object], bool], make: MakePart) -
     _container_makers.append((accepts, make))
 
 
+class ValueKind(Protocol):
+    """How plain values of one kind are kept in a State, if a deep copy of each at every step end would be too much."""
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value is of this kind."""
+
+    def keep(self, value: Any) -> Any:
+        """Return what undo_step() returns to. Called at every step end, so it has to be cheap."""
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy that stays as it is, whatever is done with the value."""
+
+    def is_intact(self, kept: Any) -> bool:
+        """Return whether what keep() returned can still be used."""
+
+    def has_changed(self, value: Any, kept: Any) -> bool:
+        """Return whether a value is another one than that of which keep() has returned `kept`. Called in every step."""
+
+    def wait(self, value: Any) -> None:
+        """Return when the value is computed; raise if that has failed. Called before a step is counted."""
+
+
+_value_kinds: list[ValueKind] = []
+
+
+def register_value_kind(kind: ValueKind) -> None:
+    """Let plain values of a State that `kind` accepts be kept as it says."""
+    _value_kinds.append(kind)
+
+
 class _Run:
     state: State | None = None
 
@@ -153,7 +184,7 @@ class ValuesPart(StatePart):
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
-        self._at_step_end = _copy_values(values)
+        self._at_step_end = _copy_values(values, is_kept=True)
 
     def commit(self) -> dict[str, Any]:
         return _copy_values(self.values)
@@ -161,13 +192,32 @@ class ValuesPart(StatePart):
     def restore(self, committed: dict[str, Any]) -> None:
         self.values = _copy_values(committed)
 
+    def wait(self) -> None:
+        """Return when all values are computed; raise if that has failed."""
+        for value in self.values.values():
+            kind = _find_value_kind(value)
+            if kind is not None:
+                kind.wait(value)
+
     def end_step(self) -> None:
         values = self.values
         is_atomic = ATOMIC_TYPES.issuperset(map(type, values.values()))
-        self._at_step_end = values.copy() if is_atomic else _copy_values(values)
+        self._at_step_end = values.copy() if is_atomic else _copy_values(values, is_kept=True)
 
     def undo_step(self) -> None:
-        self.values = _copy_values(self._at_step_end)
+        self.values = _copy_values(self._at_step_end, is_kept=True)
+
+    def has_stepped(self) -> bool:
+        """Return whether a value of a registered kind was replaced: the parameters, by those of the next step."""
+        if not _value_kinds:
+            return False
+        kept = self._at_step_end
+        kinds = ((_find_value_kind(value), value, kept.get(name)) for name, value in self.values.items())
+        return any(kind is not None and kind.has_changed(value, before) for kind, value, before in kinds)
+
+    def can_undo_step(self) -> bool:
+        kinds = ((_find_value_kind(value), value) for value in self._at_step_end.values())
+        return all(kind is None or kind.is_intact(value) for kind, value in kinds)
 
     def sync(self, givers: Sequence[int]) -> None:
         self.values = objects.broadcast(self.values, root=givers[0])
@@ -294,6 +344,7 @@ class State:
         world = current_world("State.end_step()")
         if world.is_candidate:
             raise refused_to_candidate("State.end_step()")
+        self._values.wait()
         self._end_step()
         if world.change_checked and not world.change_agreed:  # as nearly always
             world.change_checked = False
@@ -308,6 +359,7 @@ class State:
 
         If the copy fails, as when memory is full, the commit before stays."""
         world = current_world("State.commit()")
+        self._values.wait()
         if self.has_stepped():
             if world.is_candidate:
                 raise refused_to_candidate("State.commit()")
@@ -494,10 +546,22 @@ def _pickle_plain(value: object) -> bytes:
     return file.getvalue()
 
 
-def _copy_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Copies of the values. What two of them share is shared by the copies as well."""
+def _find_value_kind(value: object) -> ValueKind | None:
+    if type(value) in ATOMIC_TYPES:
+        return None
+    return next((kind for kind in _value_kinds if kind.accepts(value)), None)
+
+
+def _copy_values(values: dict[str, Any], *, is_kept: bool = False) -> dict[str, Any]:
+    """Copies of the values. What two of them share is shared by the copies as well. With is_kept, values of a
+    registered kind are kept as that says."""
     if ATOMIC_TYPES.issuperset(map(type, values.values())):
         return dict(values)
+    kinds = {name: kind for name, value in values.items() if (kind := _find_value_kind(value)) is not None}
+    if kinds:
+        others = _copy_values({name: value for name, value in values.items() if name not in kinds})
+        copies = {name: kind.keep(values[name]) if is_kept else kind.copy(values[name]) for name, kind in kinds.items()}
+        return {name: copies[name] if name in copies else others[name] for name in values}
     try:
         return copy.deepcopy(values)
     except (TypeError, RuntimeError) as error:  # PyTorch raises the latter

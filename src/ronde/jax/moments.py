@@ -1,5 +1,8 @@
 """Mean and variance over the members of a group, for batch normalization: ronde.training.moments with arrays of JAX.
-The sums are made on the host, in float64."""
+
+JAX has 32 bits for its numbers, so variances are not the difference of two sums: the means come first, in an operation
+of their own, and then the squares around the mean of all members.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +10,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ronde.comm.buffers import Array
 from ronde.comm.group import Group
-from ronde.comm.world import resolve_group
-from ronde.jax.gradients import call_on_host
-from ronde.training.moments import backpropagate, unweigh, weigh
+from ronde.jax.program_operations import backward_name, bind_operation, operation_name, resolve_group
+from ronde.training.graph_operations import GraphOperation
+from ronde.training.moments import backpropagate
 
 OPERATION_NAME = "ronde.jax.moments"
-"""One for all: calls of the host are made in the order of the program, by a thread of JAX."""
 
 
 def combine_moments(count: Any, mean: Any, variance: Any, group: Group | None) -> Any:
     """Mean and variance of all members, of each member's number of values, mean and variance; collective."""
+    members = resolve_group(group).id
+    name = operation_name("moments", OPERATION_NAME)
 
-    def allreduce(stacked: Array) -> Array:
-        total = np.empty_like(stacked)
-        resolve_group(group).allreduce(stacked, out=total, name=OPERATION_NAME)
+    def add_up(stacked: Any, name: str) -> Any:
+        [total] = bind_operation(GraphOperation("allreduce", name, members), [stacked])
         return total
 
-    def reduce_forward(stacked: Array) -> Array:
-        total = allreduce(np.stack(weigh(*np.asarray(stacked, np.float64))))
-        return np.stack(unweigh(total, np.maximum)).astype(stacked.dtype)
-
-    def reduce_backward(stacked: Array) -> Array:
-        return allreduce(np.asarray(stacked, np.float64)).astype(stacked.dtype)
-
     def forward(count: Any, mean: Any, variance: Any) -> Any:
-        stacked = jnp.stack([count, mean, variance])
-        total_count, total_mean, total_variance = call_on_host(reduce_forward, stacked)
-        return (total_mean, total_variance), ((count, mean), (total_count, total_mean))
+        sums = add_up(jnp.stack([count, count * mean]), f"{name}.means")
+        total_count = jnp.maximum(sums[0], 1.0)
+        total_mean = sums[1] / total_count
+        squares = add_up(count * (variance + jnp.square(mean - total_mean)), f"{name}.squares")
+        return (total_mean, squares / total_count), ((count, mean), (total_count, total_mean))
 
     def backward(kept: Any, grads: Any) -> Any:
         own, combined = kept
-        summed = call_on_host(reduce_backward, jnp.stack(grads))
+        summed = add_up(jnp.stack(grads), backward_name(name))
         return jnp.zeros_like(own[0]), *backpropagate(own, combined, summed)
 
     combine = jax.custom_vjp(lambda *own: forward(*own)[0])

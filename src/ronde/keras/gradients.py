@@ -1,7 +1,7 @@
 """How the gradients of a Keras optimizer are averaged over ranks, on each of Keras' backends.
 
 torch        after the backward pass, in place, one operation per dtype (ronde.torch.gradients)
-jax          one ordered callback to the host, also inside of jit (ronde.jax.gradients)
+jax          one operation per dtype, also inside of jit (ronde.jax.gradients)
 tensorflow   buckets in the graph, which travel while the backward pass runs (ronde.tensorflow.gradients)
 """
 
@@ -251,7 +251,7 @@ class KerasGradientReduction:
         """Compare the variables in one of the steps that TensorFlow runs, eagerly or in a graph. The others only
         count."""
         from ronde.tensorflow.gradients import make_counter
-        from ronde.tensorflow.graph_operations import add_python_node
+        from ronde.tensorflow.graph_operations import add_python_branch
 
         if self._step_variable is None:
             self._step_variable = make_counter("ronde_steps")
@@ -264,19 +264,13 @@ class KerasGradientReduction:
         names = [SimpleNamespace(name="", path=common_name(variable)) for variable in variables]
         group, name = self._group, self.name
 
-        def compare(*arrays: Any) -> list[Any]:
+        def compare(*arrays: Any) -> None:
             compare_parameters(resolve_group(group), name, names, arrays)
-            return [np.True_]
 
-        if hasattr(is_compared, "numpy"):  # eager
-            if is_compared.numpy():
-                compare(*[parameter.numpy() for parameter in parameters])
-            return
-        keras.ops.cond(
-            is_compared,
-            lambda: add_python_node(compare, parameters, ["bool"], [()])[0],
-            lambda: keras.ops.convert_to_tensor(True),
-        )
+        if not hasattr(is_compared, "numpy"):
+            add_python_branch(is_compared, compare, parameters)
+        elif is_compared.numpy():  # eager
+            compare(*[parameter.numpy() for parameter in parameters])
 
 
 def compare_parameters(members: Group, name: str, variables: Sequence[Any], arrays: Sequence[Array]) -> None:

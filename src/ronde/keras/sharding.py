@@ -9,9 +9,8 @@ import keras
 
 from ronde.comm.group import Group
 from ronde.keras.elastic_state import count_reductions
-from ronde.training.data_position import DataPosition
-from ronde.training.global_batches import equal_shares
-from ronde.training.sample_sharding import SamplePosition, count_steps, epoch_order, part_of_batch, share_out
+from ronde.training.data_position import ShardedRows
+from ronde.training.sample_sharding import SamplePosition
 
 
 def shard(
@@ -40,7 +39,7 @@ def shard(
     )
 
 
-class ShardedArrays(DataPosition, keras.utils.PyDataset):
+class ShardedArrays(ShardedRows, keras.utils.PyDataset):
     """This rank's part of arrays, and the position in them. Made by shard().
 
     For fit(data, shuffle=False) it is a dataset whose length is the number of steps from the position to the end of the
@@ -68,7 +67,7 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):
         lengths = {len(each) for each in keras.tree.flatten(data) if each is not None}
         if len(lengths) != 1:
             raise ValueError(f"the arrays must have equally many rows, got {sorted(lengths)}")
-        DataPosition.__init__(
+        ShardedRows.__init__(
             self,
             global_batch=global_batch,
             per_rank_batch=per_rank_batch,
@@ -80,19 +79,11 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):
         )
         self._data = data
         self._next_index = 0
-        self._order_epoch = -1
-        self._order: Any = None
 
     def __len__(self) -> int:
         """Return how many batches this rank has from the position to the end of the epoch; in fit(), from where the
         epoch has begun."""
-        assert self.length is not None
-        consumed = (self._start or self._next_position()).consumed
-        num_steps = count_steps(self.length - consumed, self.global_batch, self.ends)
-        if self.ends == "uneven" and num_steps:
-            members, rest = self._members(), (self.length - consumed) % self.global_batch
-            num_steps -= bool(rest) and not share_out(rest, equal_shares(members.size))[members.rank or 0]
-        return num_steps
+        return self._count_batches(self._start or self._next_position())
 
     def __getitem__(self, index: int) -> Any:
         """Return this rank's part of a batch, counted from the beginning of the epoch of fit() or from the position."""
@@ -127,17 +118,5 @@ class ShardedArrays(DataPosition, keras.utils.PyDataset):
         return count_reductions()
 
     def _get_batch(self, start: SamplePosition, index: int) -> Any:
-        assert self.length is not None
-        members, global_batch = self._members(), self.global_batch
-        first = start.consumed + index * global_batch
-        counts = share_out(min(global_batch, self.length - first), equal_shares(members.size))
-        begin, end = part_of_batch(counts, members.rank or 0)
-        rows = self._get_order(start.epoch)[first + begin : first + end]
+        rows = self._get_rows(start, index)
         return keras.tree.map_structure(lambda each: None if each is None else each[rows], self._data)
-
-    def _get_order(self, epoch: int) -> Any:
-        if self._order_epoch != epoch:
-            assert self.length is not None
-            self._order = epoch_order(self.length, epoch=epoch, seed=self.seed, shuffle=bool(self._shuffle))
-            self._order_epoch = epoch
-        return self._order

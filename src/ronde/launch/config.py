@@ -134,6 +134,15 @@ _RUN_OPTIONS = (
         "of 2 to 1024 ranks whose number is fixed.",
     ),
     LaunchOption("no_tf_config", "switch", RANK_ENV, "Give no rank a TF_CONFIG."),
+    LaunchOption(
+        "dmlc",
+        "switch",
+        RANK_ENV,
+        "Start a scheduler and servers for MXNet's own distributed kvstore beside the ranks, which are its workers.",
+    ),
+    LaunchOption(
+        "dmlc_servers", "whole", RANK_ENV, "Number of servers with --dmlc. Default: as many as ranks.", minimum=1
+    ),
     LaunchOption("output", "text", OUTPUT, "Also write what each rank prints to files in this directory.", "DIR"),
     LaunchOption("no_fold", "switch", OUTPUT, "Show equal lines of several ranks one by one."),
     LaunchOption("timestamps", "switch", OUTPUT, "Begin each line with the time."),
@@ -263,6 +272,7 @@ def _make_job(values: Mapping[str, Any], environ: Mapping[str, str]) -> Job:
         ssh=SshOptions(**{field: values[name] for name, field in _SSH_FIELDS.items() if name in values}),
         env=_parse_variables(values["env"], environ),
         tf_config=_choose_tf_config(values),
+        dmlc_servers=_choose_dmlc_servers(values, num_ranks),
         cwd=str(cwd if cwd.is_absolute() else Path(working_directory(), cwd)),
         **{field: values[name] for name, field in _JOB_FIELDS.items() if name in values},
     )
@@ -294,6 +304,16 @@ def _choose_tf_config(values: Mapping[str, Any]) -> bool | None:
     if wanted:
         raise ValueError("tf_config and no_tf_config exclude each other: give one of them")
     return False
+
+
+def _choose_dmlc_servers(values: Mapping[str, Any], num_ranks: int) -> int | None:
+    """Return how many servers of MXNet's kvstore there are; None if it is not wanted."""
+    servers: int | None = values.get("dmlc_servers")
+    if not values.get("dmlc"):
+        if servers is not None:
+            raise ValueError("dmlc_servers is for jobs with a kvstore of MXNet: give dmlc, too")
+        return None
+    return num_ranks if servers is None else servers
 
 
 def _parse_variables(entries: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> dict[str, str]:

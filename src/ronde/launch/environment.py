@@ -9,6 +9,8 @@ A rank gets ronde's own variables, and those that other systems read, so that th
     TensorFlow         TF_CONFIG, unless the user has set it
     Horovod            HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE HOROVOD_CROSS_RANK
                        HOROVOD_CROSS_SIZE HOROVOD_HOSTNAME (scripts read them before hvd.init())
+    MXNet              DMLC_ROLE DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_WORKER DMLC_NUM_SERVER DMLC_NODE_HOST, if
+                       the job has a scheduler and servers (parameter_servers)
     OpenMP, MKL        OMP_NUM_THREADS, unless the user has set it
     Python             PYTHONUNBUFFERED, PYTHONFAULTHANDLER, unless the user has set them
 """
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ronde.launch.job import Job
+from ronde.launch.parameter_servers import make_dmlc_variables, make_helpers
 from ronde.launch.placement import Placement, bind_cpus
 from ronde.launch.protocol import PortCounts, RankOrder, StartRanks
 from ronde.net.addresses import format_address
@@ -45,7 +48,7 @@ FOREIGN_PREFIXES = ("TORCHELASTIC_",)
 """Left by a torchrun that started the driver: torch would look for its store instead of ours."""
 
 NUM_SHARED_PORTS = 2
-"""Ports on the host of rank 0: torch's store and JAX's coordinator."""
+"""Ports on the host of rank 0: torch's store and JAX's coordinator. A scheduler of MXNet's kvstore takes one more."""
 
 MAX_TF_CONFIG_RANKS = 1024
 """Every rank gets the addresses of all, and Linux takes at most 128 KB for a variable. With more ranks, only
@@ -62,7 +65,8 @@ def count_ports(job: Job, environ: Mapping[str, str]) -> tuple[PortCounts, ...]:
     if makes_tf_config(job, environ):
         for placement in job.placements:
             reserved[placement.host_index] += 1
-    return tuple(PortCounts(0 if index else NUM_SHARED_PORTS, count) for index, count in enumerate(reserved))
+    num_shared = NUM_SHARED_PORTS + (job.dmlc_servers is not None)
+    return tuple(PortCounts(0 if index else num_shared, count) for index, count in enumerate(reserved))
 
 
 def makes_tf_config(job: Job, environ: Mapping[str, str]) -> bool:
@@ -101,6 +105,7 @@ def make_rank_orders(
         "JAX_COORDINATOR_ADDRESS": format_address(addresses[0], next(free_ports[0])),
         "JAX_NUM_PROCESSES": size,
     }
+    dmlc_port = next(free_ports[0]) if job.dmlc_servers is not None else 0
     tf_workers = [
         format_address(addresses[placement.host_index], next(free_ports[placement.host_index]))
         for placement in (job.placements if makes_tf_config(job, environ) else ())
@@ -114,8 +119,19 @@ def make_rank_orders(
             task = {"type": "worker", "index": placement.rank}
             cluster = {"worker": tf_workers}
             env["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task, "launcher": TF_CONFIG_LAUNCHER})
+        if dmlc_port:
+            env.update(make_dmlc_variables(job, network, dmlc_port, "worker", placement.host_index))
         order = _make_order(job, placement, facts, given=given[facts.is_local], env=env, tty_fds=tty_fds)
         orders.setdefault(placement.host_index, []).append(order)
+    for helper in make_helpers(job):
+        facts = network.host_facts[helper.host_index]
+        env = {
+            **_common_variables(facts, local_size=1),
+            **given[facts.is_local],
+            **make_dmlc_variables(job, network, dmlc_port, helper.role, helper.host_index),
+        }
+        order = RankOrder(rank=helper.number, argv=job.command, env=env, cwd=job.cwd)
+        orders.setdefault(helper.host_index, []).append(order)
     return {index: StartRanks(tuple(of_host), job.pickled_call, job.terminate_s) for index, of_host in orders.items()}
 
 
@@ -157,9 +173,7 @@ def _make_order(
 ) -> RankOrder:
     """`given` is what the user has set; `env` is stronger."""
     env = {
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "OMP_NUM_THREADS": str(max(1, facts.effective_cpu_count // placement.local_size)),
+        **_common_variables(facts, placement.local_size),
         **given,
         **env,
         **_placement_variables(placement),
@@ -177,6 +191,14 @@ def _make_order(
         stdin_pipe=has_terminal and 0 not in tty_fds,
         output_ptys={1, 2} <= set(tty_fds) and placement.rank == 0 and job.debug_rank is None,
     )
+
+
+def _common_variables(facts: HostFacts, local_size: int) -> dict[str, str]:
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": str(max(1, facts.effective_cpu_count // local_size)),
+    }
 
 
 def _coordinator_variables(coordinator: str, key: str) -> dict[str, str]:

@@ -88,6 +88,9 @@ class Job:
     """What differs from the defaults reaches the ranks."""
     tf_config: bool | None = None
     """Whether every rank gets a TF_CONFIG, unless the user has set one. None: if it can help (environment.py)."""
+    dmlc_servers: int | None = None
+    """How many servers of MXNet's distributed kvstore are started, with a scheduler (parameter_servers.py); None: no
+    scheduler either."""
     bind: CpuBinding = "none"
     """Whether a rank is bound to cores of its own."""
     debug_rank: int | None = None
@@ -113,6 +116,8 @@ class Job:
         if self.limits is not None:
             if self.debug_rank is not None or self.tf_config or self.restarts:
                 raise ValueError("debug, tf_config and restarts are for jobs whose number of ranks is fixed")
+            if self.dmlc_servers is not None:
+                raise ValueError("dmlc is for jobs whose number of ranks is fixed")
             object.__setattr__(self, "placements", ())
         else:
             object.__setattr__(self, "placements", place_ranks(self.hosts, self.num_ranks))

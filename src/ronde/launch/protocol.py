@@ -203,6 +203,8 @@ class RankExit(LaunchMessage, frozen=True):
     """The host's name as the user wrote it. Added by the driver."""
     requested: bool = False
     """Whether the driver had sent the rank a signal to end. Added by the driver."""
+    name: str = ""
+    """What a process is called that is no rank: a scheduler or server. Added by the driver."""
 
 
 class UsageReport(LaunchMessage, frozen=True):

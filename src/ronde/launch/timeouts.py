@@ -34,6 +34,9 @@ ORPHAN_KILLER_EXIT_TIMEOUT_S: Final = 1.0
 AGENT_STOP_TIMEOUT_S: Final = 5.0
 """How long the driver waits for agents to stop, at the end of the job."""
 
+HELPER_END_TIMEOUT_S: Final = 5.0
+"""After the last rank has ended, how long a scheduler and servers get to end by themselves."""
+
 SSH_EXIT_TIMEOUT_S: Final = 5.0
 """How long the driver waits for an ssh process that it has killed."""
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import tensorflow as tf
 
@@ -32,11 +33,12 @@ from ronde.tensorflow.graph_operations import (
     add_number,
     add_rows,
     add_same_shape,
+    get_graph_ops,
     resolve_group,
 )
 from ronde.tensorflow.tracing import backward_name, operation_name, without_autograph
 from ronde.text import format_ranks
-from ronde.training.graph_operations import GraphOperation, read_number
+from ronde.training.graph_operations import GraphOperation, group_of, read_number
 from ronde.training.moments import backpropagate, unweigh, weigh
 from ronde.types import DType, Op, parse_op
 
@@ -178,17 +180,35 @@ def _allreduce_list(members: Group, xs: list[Any], options: GraphOperation) -> l
 
 
 def _allreduce(members: Group, xs: list[Any], options: GraphOperation, name: str | None) -> list[Any]:
+    if not tf.executing_eagerly() and get_graph_ops() is not None:
+        return add_same_shape(_with_name(options, name), xs)  # whose gradient is registered below
+
     def forward(*tensors: Any) -> tuple[list[Any], Any]:
         def backward(*grads: Any) -> list[Any]:
-            if options.op not in ("sum", "mean"):
-                raise NotImplementedError(
-                    f"allreduce with op={options.op!r} has no gradient; use tf.stop_gradient(x), or op='sum' or 'mean'"
-                )
-            return _allreduce(members, list(grads), options, backward_name(name))
+            return _allreduce_gradients(members, list(grads), options, name)
 
         return _run_allreduce(members, tensors, options, name), backward
 
     return list(differentiable(forward, xs))
+
+
+def _allreduce_gradients(members: Group, grads: list[Any], options: GraphOperation, name: str | None) -> list[Any]:
+    if options.op not in ("sum", "mean"):
+        raise NotImplementedError(
+            f"allreduce with op={options.op!r} has no gradient; use tf.stop_gradient(x), or op='sum' or 'mean'"
+        )
+    return _allreduce(members, grads, options, backward_name(name))
+
+
+# Not tf.custom_gradient, as for the others: it keeps every graph in which it is used for as long as the process lives.
+@tf.RegisterGradient("RondeAllreduce")  # type: ignore[untyped-decorator]  # TensorFlow has no types
+def _allreduce_gradients_of_node(node: Any, *grads: Any) -> list[Any]:
+    options = msgspec.json.decode(node.get_attr("operation"), type=GraphOperation)
+    given = [
+        tf.zeros_like(x) if grad is None else tf.convert_to_tensor(grad)
+        for grad, x in zip(grads, node.inputs, strict=True)
+    ]
+    return _allreduce_gradients(group_of(options), given, options, options.name)
 
 
 def _run_allreduce(members: Group, xs: Sequence[Any], options: GraphOperation, name: str | None) -> list[Any]:

@@ -43,15 +43,12 @@ from ronde.tensorflow.plan_channels import plan_channels
 from ronde.tensorflow.tracing import backward_name, find_call_site, unique_in_graph, without_autograph
 from ronde.text import shorten
 from ronde.training.adapter import ParameterInfo
-from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
 from ronde.training.gradient_settings import GradientSettings
 from ronde.training.graph_operations import GraphOperation, group_of
+from ronde.training.planned_buckets import GradientLayout, PlannedBucket, plan_buckets
 from ronde.types import Deadline, DType, Op, OperationKind, parse_op
 
 CODECS = ("none", "float16", "bfloat16")
-SMALL_PLAN_BYTES = 4_000_000
-"""Gradients of so many bytes at most share a bucket. Reducing them takes less than a millisecond, and each further one
-wakes two threads of every rank and lets them wait for the other ranks, while the backward pass needs the core."""
 
 
 @without_autograph
@@ -95,7 +92,9 @@ def reduce_gradients(
         for index, each in zip(dense, _reduce_dense(reduction, [prepared[i] for i in dense]), strict=True):
             results[index] = each
     elif slices:  # they only gather: find out whether the members have the same ones and combine them alike
-        agreed = _reduce_dense(reduction._replace(names=("agreement",)), [tf.zeros([1])])
+        with tf.control_dependencies([prepared[index].values for index in slices]):  # which may not be finite
+            probe = tf.identity(tf.zeros([1]))
+        agreed = _reduce_dense(reduction._replace(names=("agreement",)), [probe])
         for index in slices:
             prepared[index] = _after_agreement(prepared[index], agreed)
     for index in slices:
@@ -161,20 +160,11 @@ def _prepare(gradient: Any, variable: Any, name: str, settings: GradientSettings
 # --- dense gradients -------------------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
-    """Which of the gradients there are: the members have to agree on it."""
-
-    kinds: str
-    """A letter for each gradient: dense, slices or none."""
-    missing: str
-    """In words, what is None. Its names may differ between the members."""
-
-
-def _describe_layout(gradients: Sequence[Any], names: Sequence[str]) -> Layout:
+def _describe_layout(gradients: Sequence[Any], names: Sequence[str]) -> GradientLayout:
     kinds = "".join("n" if g is None else "s" if isinstance(g, tf.IndexedSlices) else "d" for g in gradients)
     missing = [name for name, kind in zip(names, kinds, strict=True) if kind == "n"]
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return Layout(kinds, f" without {shorten(missing[0], 30)!r}{more}" if missing else "")
+    return GradientLayout(kinds, f" without {shorten(missing[0], 30)!r}{more}" if missing else "")
 
 
 class DenseReduction(NamedTuple):
@@ -183,69 +173,10 @@ class DenseReduction(NamedTuple):
     members: Group
     plan: str
     names: tuple[str, ...]
-    layout: Layout
+    layout: GradientLayout
     settings: GradientSettings
     wire: Any
     """The dtype in which float32 and float64 travel; None if as they are."""
-
-
-class PlannedBucket(NamedTuple):
-    """One bucket of a plan: which gradients are in it, and what the members have to agree on."""
-
-    indices: tuple[int, ...]
-    signature: Signature
-    num_elements: int
-
-
-def plan_buckets(parameters: Sequence[ParameterInfo], reduction: DenseReduction) -> tuple[PlannedBucket, ...]:
-    """The buckets of dense gradients, in the order in which they are reduced: equal on all ranks whose parameters and
-    settings are. settings.together uses the names of the reduction, not those of the parameters."""
-    settings = reduction.settings
-    total_bytes = sum(each.count * DType[each.dtype.upper()].num_bytes for each in parameters)
-    overlap = settings.overlap is not False and total_bytes > SMALL_PLAN_BYTES
-    limits = choose_size_limits(total_bytes, settings.bucket_mb, overlap=overlap)
-    named = [msgspec.structs.replace(each, name=name) for each, name in zip(parameters, reduction.names, strict=True)]
-    buckets = assign_buckets(named, (), limits, settings.together)
-    options = {name: text for name, text in settings.describe().items() if name != "together"}  # has names of this rank
-    agreed = [
-        reduction.plan,
-        reduction.layout.kinds,
-        options,
-        [each.indices for each in buckets],
-        *map(str, parameters),
-    ]
-    digest = hash_signature(repr(agreed))
-    return tuple(
-        _make_bucket(number, bucket, len(buckets), parameters, reduction, digest)
-        for number, bucket in enumerate(buckets)
-    )
-
-
-def _make_bucket(
-    number: int,
-    bucket: GradientBucket,
-    num_buckets: int,
-    parameters: Sequence[ParameterInfo],
-    reduction: DenseReduction,
-    digest: int,
-) -> PlannedBucket:
-    settings = reduction.settings
-    op = parse_op(settings.op)
-    scales = (1.0 / settings.predivide, settings.predivide)
-    shapes = tuple(parameters[index].shape for index in bucket.indices)
-    signature = get_signature(
-        OperationKind.ALLREDUCE, DType[bucket.dtype.upper()], shapes, CallOptions(op, scales[0], scales[1])
-    )
-    hash = hash_signature(f"{signature.description} {signature.hash} {number} {num_buckets} {digest}")
-    first, num_elements = parameters[bucket.indices[0]], sum(parameters[index].count for index in bucket.indices)
-    more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
-    text = (
-        f"bucket {number} of {num_buckets}{reduction.layout.missing}: {op.name.lower()} of {num_elements} "
-        f"{bucket.dtype} in {shorten(first.name, 40)!r}{list(first.shape)}{more}"
-    )
-    description = f"{shorten(text, MAX_DESCRIPTION_BYTES - 20)} #{hash:016x}"
-    named = msgspec.structs.replace(signature, label="bucket", description=description, hash=hash)
-    return PlannedBucket(bucket.indices, named, num_elements)
 
 
 def _reduce_dense(reduction: DenseReduction, gradients: Sequence[Any]) -> list[Any]:
@@ -254,7 +185,7 @@ def _reduce_dense(reduction: DenseReduction, gradients: Sequence[Any]) -> list[A
         ParameterInfo(_stable_name(name), tuple(each.shape.as_list()), each.dtype.name, each.shape.num_elements())
         for name, each in zip(reduction.names, wires, strict=True)
     ]
-    buckets = plan_buckets(parameters, reduction)
+    buckets = plan_buckets(parameters, reduction.names, reduction.plan, reduction.layout, reduction.settings)
     reduced = _reduce_wires(reduction.members, reduction.plan, wires, buckets)
     return [
         each if each.dtype == gradient.dtype else tf.cast(each, gradient.dtype)

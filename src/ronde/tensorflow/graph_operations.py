@@ -159,14 +159,35 @@ def add_python_node(
         except RondeError as error:
             raise RuntimeError(describe_error(error)) from error
 
-    graph = tf.compat.v1.get_default_graph()
-    last = _last_python_node.get(graph) if graph.building_function else None
-    with tf.control_dependencies([] if last is None else [graph.get_operation_by_name(last)]):
+    with _after_last_python_node():
         ys = tf.numpy_function(run, list(xs), list(dtypes), stateful=True)
     for y, shape in zip(ys, shapes, strict=True):
         y.set_shape(shape)
-    _last_python_node[graph] = ys[0].op.name
+    _last_python_node[ys[0].graph] = ys[0].op.name
     return list(ys)
+
+
+def add_python_branch(condition: Any, function: Callable[..., None], xs: Sequence[Any]) -> None:
+    """A node that calls a function with arrays if a condition holds. It has its place among those of
+    add_python_node(): otherwise ranks could wait for each other in several branches, in another order on each."""
+
+    def run(*arrays: Any) -> list[Any]:
+        function(*arrays)
+        return [np.True_]
+
+    def add() -> Any:
+        return add_python_node(run, xs, [tf.bool], [tf.TensorShape([])])[0]
+
+    with _after_last_python_node():
+        done = tf.cond(condition, add, lambda: tf.constant(True))
+    _last_python_node[done.graph] = done.op.name
+
+
+def _after_last_python_node() -> Any:
+    """A context in which nodes of a tf.function wait for the Python node that was added last."""
+    graph = tf.compat.v1.get_default_graph()
+    last = _last_python_node.get(graph) if graph.building_function else None
+    return tf.control_dependencies([] if last is None else [graph.get_operation_by_name(last)])
 
 
 def _add_python_operation(

@@ -1,26 +1,17 @@
 """The library of TensorFlow operations (native/tensorflow) through ctypes: loading it, testing it, and the jobs of its
-kernels. The only module of this package that knows ctypes and starts a process.
+kernels. The only module of this package that knows ctypes.
 
-Whether the kernels work with the installed TensorFlow is found out once per user, build of TensorFlow and library, by a
-process of its own (self_test.py), because the failure would be a crash. One rank per host does it while the others
-wait for a file lock; the result is kept in the user's cache. Ranks need not agree on it: what runs through Python
-instead does the same on the wire, and docs/decisions/0019 says why it cannot deadlock.
+Whether the kernels work with the installed TensorFlow is found out by a self-test (training/native_self_test.py). Ranks
+need not agree on it: what runs through Python instead does the same on the wire, and docs/decisions/0019 says why it
+cannot deadlock.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import logging
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +25,11 @@ from ronde.comm.call import Memory
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
 from ronde.observe.metrics import Counts
-from ronde.settings import cache_dir
-from ronde.training.graph_operations import UNKNOWN, GraphOperation
-from ronde.types import Deadline, DType
+from ronde.training.graph_operations import UNKNOWN, GraphOperation, JobHandle
+from ronde.training.native_self_test import find_problem_by_test
+from ronde.types import DType
 
 LIBRARY = Path(__file__).with_name("libronde_tensorflow.so")
-SELF_TEST_S = 120.0
-LOCK_CHECK_S = 0.05
 FUNCTIONS = ("rd_submit", "rd_retain", "rd_release", "rd_get_mismatch", "rd_reduce")
 """Functions of libronde that the kernels call, in the order of RondeFunctions in the library."""
 
@@ -48,8 +37,6 @@ RUN_OPERATION, OPEN_PLAN, EXPLAIN_FAILURE = range(3)
 """What a kernel asks for: JobKind in the library."""
 NOT_REFUSED, OUT_OF_TURN, AT_ONCE = range(3)
 """Why a bucket was not submitted: Refusal in the library."""
-CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""How a self-test ends whose kernels do not work. Another signal comes from outside, as when memory is short."""
 
 logger = logging.getLogger("ronde.tensorflow")
 
@@ -124,20 +111,14 @@ class KernelJob:
             view.submitted_ns,
             tuple(row.description.decode(errors="replace") for row in rows),
         )
-        self.keeps_memory = True
         self.has_ended = False
         """Whether the kernel has ended, well or with an error."""
         self._library = library
-        self._lock = threading.Lock()
-        self._handle: int | None = view.job
-        """None when the job is freed."""
-        self._is_free = False
-        self._num_users = 0
-        """Threads that use the handle: the last of them frees it, after free()."""
+        self._handle = JobHandle(view.job, library.ronde_tf_free_job)
 
     def finish(self, results: Sequence[Any] = ()) -> None:
         """End the kernel well. `results` are the arrays of those outputs that the kernel has not allocated."""
-        with self._using_handle() as handle:
+        with self._handle.use() as handle:
             if handle is None:
                 return
             for index, result in enumerate(results):
@@ -152,38 +133,19 @@ class KernelJob:
 
     def fail(self, text: str, code: int) -> None:
         """End the kernel with an error, unless it has ended. Its memory stays until free()."""
-        with self._using_handle() as handle:
+        with self._handle.use() as handle:
             if handle is not None:
                 self.has_ended = True
                 self._library.ronde_tf_fail(handle, code, text.encode(errors="replace"))
 
     def start_on(self, channel: int | None, num_members: int, timeout_s: float, algorithm: int) -> None:
         """Start the bucket on this rd_channel; None if its group has one member. Frees the job."""
-        with self._lock:
-            handle, self._handle = self._handle, None
+        handle = self._handle.take()
         if handle is not None:
             self._library.ronde_tf_start_on(handle, channel, num_members, timeout_s, algorithm)
 
     def free(self) -> None:
-        with self._using_handle(), self._lock:
-            self._is_free = True
-
-    @contextmanager
-    def _using_handle(self) -> Iterator[int | None]:
-        """The handle, which is valid meanwhile; None after free()."""
-        with self._lock:
-            handle = None if self._is_free else self._handle
-            self._num_users += 1
-        try:
-            yield handle
-        finally:
-            with self._lock:
-                self._num_users -= 1
-                freed = None
-                if self._is_free and not self._num_users:
-                    freed, self._handle = self._handle, None
-            if freed is not None:
-                self._library.ronde_tf_free_job(freed)
+        self._handle.free()
 
 
 class OpLibrary:
@@ -242,13 +204,6 @@ class OpLibrary:
 # --- whether the library can be used ---------------------------------------------------------------------------------
 
 
-class SelfTestResult(msgspec.Struct, frozen=True):
-    problem: str
-    """Why the kernels do not work; empty if they do."""
-    is_lasting: bool = True
-    """Whether another self-test would say the same, as far as one can know."""
-
-
 def find_problem(ops: str, backend: str) -> str:
     """Why operations of graphs have to run through Python: empty if they need not. `ops` and `backend` are the settings
     tensorflow_ops and backend."""
@@ -260,72 +215,8 @@ def find_problem(ops: str, backend: str) -> str:
         return ""
     if not LIBRARY.exists():
         return f"{LIBRARY} is missing"
-    return _find_kernel_problem()
-
-
-def _find_kernel_problem() -> str:
-    """What the self-test says, from the cache or by running it now."""
-    digest = hashlib.sha256(LIBRARY.read_bytes())
-    digest.update(repr((tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION)).encode())
-    digest.update(repr((tf.__file__, sys.executable)).encode())
-    try:
-        folder = cache_dir() / "tensorflow"
-        folder.mkdir(parents=True, exist_ok=True)
-        result_file = folder / f"{digest.hexdigest()[:24]}.json"
-        with _locked(result_file.with_suffix(".lock")):
-            found = _read_result(result_file)
-            if found is None:
-                found = run_self_test()
-                _write_result(result_file, found)
-    except OSError as error:  # no cache: each rank tests for itself
-        logger.info("the result of the self-test cannot be kept: %s", error)
-        found = run_self_test()
-    return found.problem
-
-
-def run_self_test() -> SelfTestResult:
-    """Let kernels run and end, well and with errors, in another process."""
-    code = "import sys; sys.path[:] = sys.argv[1:]; import ronde.tensorflow.self_test as test; test.main()"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, *sys.path], capture_output=True, text=True, timeout=SELF_TEST_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return SelfTestResult(f"the self-test did not run: {error}", is_lasting=False)
-    if done.returncode == 0 and done.stdout.endswith("passed\n"):
-        return SelfTestResult("")
-    last = (done.stderr.strip() or "no output").splitlines()[-1]
-    is_lasting = done.returncode >= 0 or -done.returncode in CRASHES
-    return SelfTestResult(f"the self-test of the kernels ended with status {done.returncode}: {last}", is_lasting)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, while the ranks of this host wait for each other. Past the deadline, go on without."""
-    deadline = Deadline(SELF_TEST_S + 10.0)
-    with path.open("w") as file:
-        while not deadline.expired:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(LOCK_CHECK_S)
-        yield  # closing the file releases the lock
-
-
-def _read_result(path: Path) -> SelfTestResult | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=SelfTestResult)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def _write_result(path: Path, result: SelfTestResult) -> None:
-    if not result.is_lasting:
-        return
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
-        file.write(msgspec.json.encode(result))
-    Path(file.name).replace(path)
+    build = (tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION, tf.__file__)
+    return find_problem_by_test("ronde.tensorflow.self_test", LIBRARY, build)
 
 
 class _LibraryState:

@@ -11,30 +11,19 @@ Rank 0 of the group writes and reads; the others need no access to the path.
 
 from __future__ import annotations
 
-import io
-import logging
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from ronde.comm import objects
 from ronde.comm.group import Group
-from ronde.comm.world import current_world, is_initialized, resolve_group
-from ronde.elastic.training_loop import is_loss
-from ronde.errors import CheckpointError, RoundEnded
+from ronde.comm.world import resolve_group
+from ronde.errors import CheckpointError
 from ronde.training import checkpoints
-from ronde.training.checkpoints import FoundCheckpoint, open_storage
-
-logger = logging.getLogger("ronde.torch")
-
-CHUNK_BYTES = 64 << 20
-"""Rank 0 broadcasts a checkpoint in pieces of this size."""
+from ronde.training.checkpoints import open_storage
 
 
 class Stateful(Protocol):
@@ -105,33 +94,12 @@ class Checkpoints:
         the state of the others. The same on the others if a rank of an elastic job is lost meanwhile.
         """
         members = resolve_group(self._group)
-        if _is_candidate():
+        if checkpoints.is_candidate():
             return None
-        with ExitStack() as reading:
-            found: FoundCheckpoint | str | None = None  # or an error message for all ranks
-            if members.rank == 0:
-                try:
-                    found = reading.enter_context(checkpoints.open_latest(self._storage, step))
-                except CheckpointError as error:
-                    found = str(error)
-            source: Path | io.BytesIO | None = found.local_path if isinstance(found, FoundCheckpoint) else None
-            if members.size > 1:
-                try:
-                    found = objects.broadcast(found, members.ranks[0], group=members)
-                    if isinstance(found, FoundCheckpoint):
-                        source = _broadcast_file(members, found)
-                except RoundEnded as error:
-                    world = current_world()
-                    if not (world.settings.elastic and is_loss(error)):
-                        raise
-                    if members.rank != 0:  # ronde.elastic.run() lets it get the state of rank 0, if that is not lost
-                        logger.warning("%s; no checkpoint is loaded here", error)
-                        world.has_state = False
-                        return None
-            if isinstance(found, str):
-                raise CheckpointError(found)
-            if found is None or source is None:
+        with checkpoints.open_on_all_ranks(self._storage, members, step) as opened:
+            if opened is None:
                 return None
+            found, source = opened
             path = found.full_path
             try:
                 contents = torch.load(source, map_location="cpu", weights_only=not self._trusted)
@@ -150,7 +118,7 @@ class Checkpoints:
             checkpoints.clear(self._storage)
 
     def _is_writer(self) -> bool:
-        return resolve_group(self._group).rank == 0 and not _is_candidate()
+        return resolve_group(self._group).rank == 0 and not checkpoints.is_candidate()
 
     def _write(self, contents: dict[str, Any], path: Path) -> None:
         try:
@@ -181,25 +149,3 @@ class Checkpoints:
                 text = f"{name} of the checkpoint {path} does not fit: {type(error).__name__}: {error}"
                 raise CheckpointError(f"{text} (loaded before it: {', '.join(loaded) or 'nothing'})") from error
             loaded.append(name)
-
-
-def _is_candidate() -> bool:
-    """Whether this process has come to a running elastic job: until it joins that, it is rank 0 of a group of its own,
-    and the checkpoints are those of the others."""
-    return is_initialized() and current_world().is_candidate
-
-
-def _broadcast_file(members: Group, found: FoundCheckpoint) -> Path | io.BytesIO:
-    """Broadcast rank 0's file. Returns its path on rank 0, and a copy in memory on the others."""
-    root, starts = members.ranks[0], range(0, found.num_bytes, CHUNK_BYTES)
-    if members.rank == 0:
-        data = np.memmap(found.local_path, np.uint8, "r")
-        for start in starts:
-            members.broadcast(data[start : start + CHUNK_BYTES], root=root)
-        return found.local_path
-    buffer = io.BytesIO()
-    for start in starts:
-        piece = np.empty(min(CHUNK_BYTES, found.num_bytes - start), np.uint8)
-        buffer.write(members.broadcast(piece, root=root, out=piece).data)
-    buffer.seek(0)
-    return buffer

@@ -15,6 +15,7 @@ is written and goes first when one is removed, so at any moment:
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -26,13 +27,20 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
-from ronde.errors import CheckpointError
+from ronde.comm import objects
+from ronde.comm.group import Group
+from ronde.comm.world import current_world, is_initialized
+from ronde.elastic.training_loop import is_loss
+from ronde.errors import CheckpointError, RoundEnded
 
 logger = logging.getLogger("ronde.checkpoint")
 
 FORMAT = 1
 CHUNK_BYTES = 4 << 20
+BROADCAST_BYTES = 64 << 20
+"""Rank 0 broadcasts a checkpoint in pieces of this size."""
 UNFINISHED_PREFIX = ".unfinished-"
 """How the name of a file begins that is still being written."""
 FILE_PATTERN = re.compile(rf"({re.escape(UNFINISHED_PREFIX)})?step-(\d{{12}})(?:-(\d+))?\.(data|json)")
@@ -320,3 +328,60 @@ def _size_and_crc(path: Path) -> tuple[int, int]:
             crc = zlib.crc32(chunk, crc)
             num_bytes += len(chunk)
     return num_bytes, crc
+
+
+# --- on all ranks ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_on_all_ranks(
+    storage: CheckpointStorage, members: Group, step: int | None = None
+) -> Iterator[tuple[FoundCheckpoint, Path | io.BytesIO] | None]:
+    """The latest valid checkpoint (or that of a step), and its file: rank 0 reads, the others get it from there. None
+    if there is none, and on the others also if a rank of an elastic job is lost meanwhile. Collective."""
+    with ExitStack() as reading:
+        found: FoundCheckpoint | str | None = None  # or an error message for all ranks
+        if members.rank == 0:
+            try:
+                found = reading.enter_context(open_latest(storage, step))
+            except CheckpointError as error:
+                found = str(error)
+        source: Path | io.BytesIO | None = found.local_path if isinstance(found, FoundCheckpoint) else None
+        if members.size > 1:
+            try:
+                found = objects.broadcast(found, members.ranks[0], group=members)
+                if isinstance(found, FoundCheckpoint):
+                    source = _broadcast_file(members, found)
+            except RoundEnded as error:
+                world = current_world()
+                if not (world.settings.elastic and is_loss(error)):
+                    raise
+                if members.rank != 0:  # ronde.elastic.run() lets it get the state of rank 0, if that is not lost
+                    logger.warning("%s; no checkpoint is loaded here", error)
+                    world.has_state = False
+                    found = None
+        if isinstance(found, str):
+            raise CheckpointError(found)
+        yield None if found is None or source is None else (found, source)
+
+
+def is_candidate() -> bool:
+    """Whether this process has come to a running elastic job: until it joins that, it is rank 0 of a group of its own,
+    and the checkpoints are those of the others."""
+    return is_initialized() and current_world().is_candidate
+
+
+def _broadcast_file(members: Group, found: FoundCheckpoint) -> Path | io.BytesIO:
+    """Broadcast rank 0's file. Returns its path on rank 0, and a copy in memory on the others."""
+    root, starts = members.ranks[0], range(0, found.num_bytes, BROADCAST_BYTES)
+    if members.rank == 0:
+        data = np.memmap(found.local_path, np.uint8, "r")
+        for start in starts:
+            members.broadcast(data[start : start + BROADCAST_BYTES], root=root)
+        return found.local_path
+    buffer = io.BytesIO()
+    for start in starts:
+        piece = np.empty(min(BROADCAST_BYTES, found.num_bytes - start), np.uint8)
+        buffer.write(members.broadcast(piece, root=root, out=piece).data)
+    buffer.seek(0)
+    return buffer

@@ -1,4 +1,4 @@
-"""The position in data that are dealt out to ranks in global batches, for data sets of TensorFlow and Keras.
+"""The position in data that are dealt out to ranks in global batches, for data sets of TensorFlow, Keras and JAX.
 
 The samples of an epoch have one order, the same on every rank, and the step at position `consumed` uses the next
 `global_batch` of them, whatever the number of ranks. So one number says where training stands. A batch counts when its
@@ -21,7 +21,15 @@ from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.elastic.state import State, StatePart, register_part, running_state
-from ronde.training.sample_sharding import TAIL_POLICIES, SamplePosition, count_steps
+from ronde.training.global_batches import equal_shares
+from ronde.training.sample_sharding import (
+    TAIL_POLICIES,
+    SamplePosition,
+    count_steps,
+    epoch_order,
+    part_of_batch,
+    share_out,
+)
 
 
 class DataPosition:
@@ -243,6 +251,42 @@ class DataPosition:
         if group.rank is None:
             raise ValueError(f"this rank is not a member of {group!r}, among which the samples are dealt out")
         return group
+
+
+class ShardedRows(DataPosition):
+    """The position in arrays whose number of rows is known: which rows belong to this rank in which batch."""
+
+    def __init__(self, *, length: int, **options: Any) -> None:
+        super().__init__(length=length, **options)
+        self._order_epoch = -1
+        self._order: Any = None
+
+    def _count_batches(self, start: SamplePosition) -> int:
+        """The number of batches that this rank has from there to the end of the epoch."""
+        assert self.length is not None
+        num_remaining = self.length - start.consumed
+        num_steps = count_steps(num_remaining, self.global_batch, self.ends)
+        rest = num_remaining % self.global_batch
+        if self.ends == "uneven" and num_steps and rest:
+            members = self._members()
+            num_steps -= not share_out(rest, equal_shares(members.size))[members.rank or 0]
+        return num_steps
+
+    def _get_rows(self, start: SamplePosition, index: int) -> Any:
+        """The rows of this rank in a batch, counted from there."""
+        assert self.length is not None
+        members, global_batch = self._members(), self.global_batch
+        first = start.consumed + index * global_batch
+        counts = share_out(min(global_batch, self.length - first), equal_shares(members.size))
+        begin, end = part_of_batch(counts, members.rank or 0)
+        return self._get_order(start.epoch)[first + begin : first + end]
+
+    def _get_order(self, epoch: int) -> Any:
+        if self._order_epoch != epoch:
+            assert self.length is not None
+            self._order = epoch_order(self.length, epoch=epoch, seed=self.seed, shuffle=bool(self._shuffle))
+            self._order_epoch = epoch
+        return self._order
 
 
 class DataPositionPart(StatePart):

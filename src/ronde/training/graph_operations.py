@@ -26,6 +26,7 @@ import numpy as np
 from ronde.comm.buffers import as_array
 from ronde.comm.call import Memory, hash_signature
 from ronde.comm.group import Group
+from ronde.comm.operations import AllgatherWork
 from ronde.comm.work import Work, call_when_over
 from ronde.comm.world import World, current_world
 from ronde.errors import Mismatch, OperationTimeout
@@ -62,6 +63,12 @@ class GraphOperation(msgspec.Struct, frozen=True, omit_defaults=True):
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
+    equal_rows: bool = False
+    """Whether members have to give equally many rows, because the shape of the result is fixed."""
+    has_flag: bool = False
+    """Whether the last operand is no part of it, but a flag that a function of Python sets when it is over."""
+    is_planned: bool = False
+    """Whether it is repeated in every step, so that it is worth a channel and memory of its own."""
     members: int = 0
     """A hash of the group's ranks, by which a group of an earlier round is told from one that has its number now; 0 of
     the world, whose ranks may change from round to round."""
@@ -123,8 +130,8 @@ def read_number(operation: GraphOperation) -> int:
 
 
 def start_by_name(operation: GraphOperation, inputs: Any, outputs: Any = None, splits: Any = None) -> Work:
-    """Start an operation of a graph. `inputs` are arrays or memory, and `outputs` are as they are. A "reduce" gives
-    zeros to all members but the root."""
+    """Start an operation of a graph. `inputs` are arrays or memory, and `outputs` are as they are; the two may be the
+    same memory."""
     group, kind, name = group_of(operation), operation.kind, operation.name
     scales: dict[str, Any] = {"prescale": operation.prescale, "postscale": operation.postscale}
     work: Work
@@ -135,9 +142,6 @@ def start_by_name(operation: GraphOperation, inputs: Any, outputs: Any = None, s
         out = None if outputs is None else outputs[0]
         work = group.broadcast(inputs[0], root=operation.root, out=out, name=name, wait=False)
     elif kind == "reduce":
-        if current_world().rank != operation.root:
-            for memory in outputs:
-                as_array(memory)[...] = 0
         work = group.reduce(inputs[0], root=operation.root, op=operation.op, out=outputs[0], name=name, wait=False)
     elif kind == "allgather":
         work = group.allgather(inputs[0], name=name, wait=False)
@@ -203,19 +207,56 @@ class OperationJob(Protocol):
     outputs: tuple[Memory, ...]
     """What the kernel has allocated."""
     has_ended: bool
-    """Whether the kernel has ended, well or with an error, or will when the job is freed."""
-    keeps_memory: bool
-    """Whether fail() ends the kernel at once and its memory stays until free(). If not, the kernel ends with free(),
-    and what uses the memory has to end before."""
+    """Whether the kernel has ended, well or with an error."""
 
     def finish(self, results: Sequence[Any] = ()) -> None:
         """End the kernel well. `results` are the arrays of those outputs that start_by_name() has not written."""
 
     def fail(self, text: str, code: int) -> None:
-        """End the kernel with an error, unless it has ended."""
+        """End the kernel with an error, unless it has ended. Its memory stays until free()."""
 
     def free(self) -> None:
         """Nothing uses the memory any more."""
+
+
+class JobHandle:
+    """The handle of a job in a library of kernels. It is freed when nobody uses it any more. Safe from any thread."""
+
+    def __init__(self, handle: int, free: Callable[[int], object]) -> None:
+        self._lock = threading.Lock()
+        self._handle: int | None = handle
+        """None when the job is freed."""
+        self._free = free
+        self._is_free = False
+        self._num_users = 0
+        """Threads that use the handle: the last of them frees it, after free()."""
+
+    def free(self) -> None:
+        with self.use(), self._lock:
+            self._is_free = True
+
+    def take(self) -> int | None:
+        """The handle, for a function of the library that frees the job by itself."""
+        with self._lock:
+            handle, self._handle = self._handle, None
+        return handle
+
+    @contextmanager
+    def use(self) -> Iterator[int | None]:
+        """The handle, which is valid meanwhile; None after free()."""
+        with self._lock:
+            handle = None if self._is_free else self._handle
+            self._num_users += 1
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                freed = None
+                if self._is_free and not self._num_users:
+                    freed, self._handle = self._handle, None
+            if freed is not None:
+                self._free(freed)
 
 
 class JobSource(Protocol):
@@ -291,7 +332,7 @@ class OperationThread:
             job.finish([np.array(read_number(job.operation), np.int32)])
             job.free()
         else:
-            self._start_or_queue(job)
+            self.start_or_queue(job)
 
     def run_in_thread(self, job: OperationJob, function: Callable[[], None]) -> None:
         """Call a function that may have to wait for other ranks. The job fails with what it raises."""
@@ -304,7 +345,8 @@ class OperationThread:
 
         start_thread(threading.Thread(target=run, name=f"{self._name}-wait", daemon=True))
 
-    def _start_or_queue(self, job: OperationJob) -> None:
+    def start_or_queue(self, job: OperationJob) -> None:
+        """Start the operation of a job, behind one of its name that has timed out."""
         key, named_job = (job.operation.group, job.operation.name), _NamedJob(job)
         with self._lock:
             under_way = self._in_flight.setdefault(key, deque())
@@ -326,7 +368,7 @@ class OperationThread:
         next_job: _NamedJob | None = named_job
         while next_job is not None:
             try:
-                work = next_job.work = _start_job(next_job.job)
+                work = next_job.work = self.start_job(next_job.job)
             except Exception as error:  # of any kind: the kernel must end
                 after = self._take_next(key, next_job)
                 fail_job(next_job.job, error)
@@ -335,13 +377,17 @@ class OperationThread:
             call_when_over((work,), functools.partial(self._on_over, key, next_job, work))
             return
 
+    def start_job(self, job: OperationJob) -> Work:
+        """Start the operation of a job. A subclass may do so in other ways."""
+        return _start_job(job)
+
     def _on_over(self, key: tuple[int, str], named_job: _NamedJob, work: Work) -> None:
         """An operation has ended. Called by the thread of callbacks."""
         job = named_job.job
         # Before the kernel ends: the next turn of a loop may come at once, and its name has to be free.
         next_job = self._take_next(key, named_job)
         try:
-            job.finish(_results_of(job, work.wait()))
+            job.finish(_results_of(job, work))
             job.free()
         except Exception as error:  # of any kind: the kernel must end
             fail_job(job, error)
@@ -398,11 +444,8 @@ class OperationThread:
         try:
             work.wait_until(deadline)
         except OperationTimeout as error:
-            if work.is_started_or_done():
-                return
-            job.fail(describe_error(error), UNKNOWN)
-            if not job.keeps_memory:  # the operation must not start any more: then it is over soon
-                group_of(job.operation).refuse_operation(job.operation.name, str(error))
+            if not work.is_started_or_done():  # the operation keeps the memory
+                job.fail(describe_error(error), UNKNOWN)
         except Exception:  # _on_over() sees the same error
             return
 
@@ -415,14 +458,33 @@ def _start_job(job: OperationJob) -> Work:
     return start_by_name(job.operation, inputs, job.outputs or None, splits)
 
 
-def _results_of(job: OperationJob, result: Any) -> list[Any]:
-    """The arrays of the outputs that start_by_name() has not written."""
-    if job.operation.kind in ("allgather", "reduce_scatter"):
-        return [result]
-    if job.operation.kind == "alltoall":
+def _results_of(job: OperationJob, work: Work) -> list[Any]:
+    """The arrays of the outputs that start_by_name() has not written. The work is over."""
+    operation, result = job.operation, work.wait()
+    if operation.kind == "reduce" and current_world().rank != operation.root:
+        for memory in job.outputs:  # not before: they may be the operands
+            as_array(memory)[...] = 0
+    if operation.kind not in ("allgather", "reduce_scatter", "alltoall"):
+        return []
+    if operation.kind == "alltoall":
         rows, received = result
+        check_equal_rows(operation, received)
         return [rows, np.asarray(received, np.int64)]
-    return []
+    if isinstance(work, AllgatherWork):
+        check_equal_rows(operation, work.counts)
+    return [result]
+
+
+def check_equal_rows(operation: GraphOperation, counts: Sequence[int]) -> None:
+    """ValueError if members have given different numbers of rows where the shape of the result is fixed."""
+    if operation.equal_rows and len(set(counts)) > 1:
+        given = ", ".join(
+            f"{count} by rank {rank}" for count, rank in zip(counts, group_of(operation).ranks, strict=True)
+        )
+        raise ValueError(
+            f"{operation.kind} {operation.name!r}: in a compiled program all members give equally many rows, and these "
+            f"were given: {given}; fill them up, or call it outside of the program"
+        )
 
 
 def _join(job: OperationJob) -> None:

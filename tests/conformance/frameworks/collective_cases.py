@@ -36,15 +36,17 @@ class CollectiveCase:
     name: str
     body: Callable[[Framework], None]
     for_tensors: bool
-    """Whether it is for frameworks with tensors only: arrays have no gradients, and no lists of several dtypes."""
+    """Whether it is for frameworks with tensors only: there are no lists of arrays of several dtypes."""
+    for_gradients: bool = False
+    """Whether it is for frameworks whose collectives have gradients."""
 
 
 CASES: dict[str, CollectiveCase] = {}
 
 
-def _add(name: str, body: Callable[[Framework], None], for_tensors: bool = False) -> None:
+def _add(name: str, body: Callable[[Framework], None], for_tensors: bool = False, for_gradients: bool = False) -> None:
     assert name not in CASES, f"{name} is there twice"
-    CASES[name] = CollectiveCase(name, body, for_tensors)
+    CASES[name] = CollectiveCase(name, body, for_tensors, for_gradients)
 
 
 def case(body: Callable[[Framework], None]) -> Callable[[Framework], None]:
@@ -56,6 +58,12 @@ def case(body: Callable[[Framework], None]) -> Callable[[Framework], None]:
 def tensor_case(body: Callable[[Framework], None]) -> Callable[[Framework], None]:
     """Add a function to the cases of frameworks with tensors."""
     _add(body.__name__, body, for_tensors=True)
+    return body
+
+
+def gradient_case(body: Callable[[Framework], None]) -> Callable[[Framework], None]:
+    """Add a function to the cases of frameworks whose collectives have gradients."""
+    _add(body.__name__, body, for_tensors=True, for_gradients=True)
     return body
 
 
@@ -96,6 +104,11 @@ def raises(framework: Framework, kinds: type[Exception] | tuple[type[Exception],
         raise AssertionError(f"nothing was raised, expected was {kinds}")
 
 
+def uneven(framework: Framework, rank: int) -> int:
+    """How many rows more than others a rank gives, where members may differ."""
+    return 0 if framework.fixed_shapes else rank
+
+
 def total_of_ranks() -> int:
     """The sum of all ranks, each plus 1."""
     return ronde.size() * (ronde.size() + 1) // 2
@@ -115,7 +128,7 @@ def _allreduce_with(op: Op, framework: Framework) -> None:
     """Every dtype, alone and in lists of all shapes, with and without factors, is what NumPy gives."""
     allreduce = framework.collectives.allreduce
     plans: list[tuple[DType, float, float]] = []
-    for dtype in DType:
+    for dtype in framework.dtypes:
         if not find_reduction_error(OperationKind.ALLREDUCE, dtype, op, scaled=False):
             plans.append((dtype, 1.0, 1.0))
             if dtype.is_float:
@@ -237,36 +250,52 @@ def everybody_gets_the_same_bits(framework: Framework) -> None:
 @case
 def allgather_of_every_dtype_with_uneven_rows(framework: Framework) -> None:
     for least in (0, 1, 1000):
-        inputs = [numbers(ronde.rank(), dtype, ronde.rank() + least, 2) for dtype in DType]
+        counts = [uneven(framework, rank) + least for rank in range(ronde.size())]
+        inputs = [numbers(ronde.rank(), dtype, counts[ronde.rank()], 2) for dtype in framework.dtypes]
         # A list is one operation only if all have one dtype.
         found = framework.run(lambda *xs: [framework.collectives.allgather(x) for x in xs], inputs)
-        for dtype, each in zip(DType, found, strict=True):
-            parts = [numbers(rank, dtype, rank + least, 2).array for rank in range(ronde.size())]
+        for dtype, each in zip(framework.dtypes, found, strict=True):
+            parts = [numbers(rank, dtype, count, 2).array for rank, count in enumerate(counts)]
             expect(each, np.concatenate(parts), dtype, (dtype.name, least))
 
 
 @case
 def allgather_of_scalars_lists_and_empty_rows(framework: Framework) -> None:
     allgather, rank, size = framework.collectives.allgather, ronde.rank(), ronde.size()
-    given = values(np.array(rank, np.float32), np.full((rank + 1, 2), 1.0), np.full(3, 2.0), np.zeros((2, 0)))
+    counts = [uneven(framework, each) + 1 for each in range(size)]
+    given = values(np.array(rank, np.float32), np.full((counts[rank], 2), 1.0), np.full(3, 2.0), np.zeros((2, 0)))
 
     def compute(scalar: Any, wide: Any, long: Any, empty: Any) -> list[Any]:
         return [allgather(scalar), *allgather([wide, long]), allgather(empty)]
 
     scalars, wide, long, empty = framework.run(compute, given)
     expect(scalars, np.arange(size), DType.FLOAT32)
-    expect(wide, np.ones((total_of_ranks(), 2)), DType.FLOAT64)
+    expect(wide, np.ones((sum(counts), 2)), DType.FLOAT64)
     expect(long, np.full(3 * size, 2.0), DType.FLOAT64)
     expect(empty, np.zeros((2 * size, 0)), DType.FLOAT64)
+
+
+@case
+def different_numbers_of_rows_are_refused_where_shapes_are_fixed(framework: Framework) -> None:
+    ops, rank, size = framework.collectives, ronde.rank(), ronde.size()
+    if not framework.fixed_shapes:
+        return
+    with raises(
+        framework, ValueError, "all members give equally many rows, and these were given: 1 by rank 0, 2 by rank"
+    ):
+        framework.run(lambda x: ops.allgather(x, name="uneven"), values(np.ones(rank + 1)))
+    with raises(framework, ValueError, "all members give equally many rows, and these were given"):
+        framework.run(lambda x: ops.alltoall(x, name="exchanged")[0], values(np.ones((rank + 1) * size)))
+    _expect_all_is_well(framework)
 
 
 @case
 def broadcast_of_every_dtype_from_every_root(framework: Framework) -> None:
     broadcast = framework.collectives.broadcast
     for root in range(ronde.size()):
-        inputs = [numbers(ronde.rank(), dtype, *shape) for dtype in DType for shape in ((5, 2), (), (0, 3))]
+        inputs = [numbers(ronde.rank(), dtype, *shape) for dtype in framework.dtypes for shape in ((5, 2), (), (0, 3))]
         found = iter(framework.run(lambda *xs, root=root: [broadcast(x, root=root) for x in xs], inputs))
-        for dtype in DType:
+        for dtype in framework.dtypes:
             for shape in ((5, 2), (), (0, 3)):
                 expect(next(found), numbers(root, dtype, *shape).array, dtype, (dtype.name, root, shape))
 
@@ -282,7 +311,7 @@ def broadcast_of_a_list_gives_a_list(framework: Framework) -> None:
 @case
 def reduce_scatter_of_every_dtype_with_uneven_rows(framework: Framework) -> None:
     reduce_scatter, size = framework.collectives.reduce_scatter, ronde.size()
-    dtypes = [dtype for dtype in DType if dtype is not DType.BOOL]
+    dtypes = [dtype for dtype in framework.dtypes if dtype is not DType.BOOL]
     for num_rows in (0, 1, size, 3 * size + 1):
         inputs = [numbers(ronde.rank(), dtype, num_rows, 2) for dtype in dtypes]
         found = framework.run(lambda *xs: [reduce_scatter(x) for x in xs], inputs)
@@ -314,7 +343,7 @@ def reduce_scatter_with_operations_factors_and_lists(framework: Framework) -> No
 @case
 def alltoall_of_every_dtype_in_equal_shares(framework: Framework) -> None:
     size, rank = ronde.size(), ronde.rank()
-    inputs = [numbers(rank, dtype, 2 * size, 3) for dtype in DType]
+    inputs = [numbers(rank, dtype, 2 * size, 3) for dtype in framework.dtypes]
 
     def compute(*xs: Any) -> list[Any]:
         results = []
@@ -323,7 +352,7 @@ def alltoall_of_every_dtype_in_equal_shares(framework: Framework) -> None:
         return results
 
     found = iter(framework.run(compute, inputs))
-    for dtype in DType:
+    for dtype in framework.dtypes:
         parts = [numbers(other, dtype, 2 * size, 3).array[2 * rank : 2 * rank + 2] for other in range(size)]
         expect(next(found), np.concatenate(parts), dtype, dtype.name)
         assert next(found).array.tolist() == [2] * size
@@ -338,6 +367,10 @@ def alltoall_gives_what_splits_say(framework: Framework) -> None:
     def compute(x: Any, counts: Any) -> list[Any]:
         return [*alltoall(x, splits=splits), *alltoall(x, splits=counts)]
 
+    if framework.fixed_shapes:
+        with raises(framework, ValueError, "inside of jit"):
+            framework.run(compute, values(mine, np.array(splits)))
+        return
     rows, counts, again, counts_again = framework.run(compute, values(mine, np.array(splits)))
     received = [(other + rank) % 3 for other in range(size)]
     expect(rows, [10 * other + rank for other in range(size) for _ in range(received[other])], DType.INT64)
@@ -349,6 +382,11 @@ def alltoall_gives_what_splits_say(framework: Framework) -> None:
 def alltoall_may_give_nothing(framework: Framework) -> None:
     size, rank = ronde.size(), ronde.rank()
     splits = [0] * (size - 1) + [4 if rank == 0 else 0]
+    if framework.fixed_shapes:
+        rows, counts = framework.run(lambda x: list(framework.collectives.alltoall(x)), values(np.ones((0, 3))))
+        expect(rows, np.ones((0, 3)), DType.FLOAT64)
+        assert counts.array.tolist() == [0] * size
+        return
     rows, counts = framework.run(
         lambda x: list(framework.collectives.alltoall(x, splits=splits)), values(np.ones((4, 3)))
     )
@@ -424,8 +462,9 @@ def a_name_may_mean_something_else_the_next_time(framework: Framework) -> None:
                 given = values(np.ones(shape, kind))
                 (found,) = framework.run(lambda x: ops.allreduce(x, name="changes"), given)
                 expect(found, np.full(shape, size, kind), given[0].dtype)
-        (rows,) = framework.run(lambda x: ops.allgather(x, name="changes"), values(np.ones(ronde.rank() + 1)))
-        expect(rows, np.ones(total_of_ranks()), DType.FLOAT64)
+        counts = [uneven(framework, rank) + 1 for rank in range(size)]
+        (rows,) = framework.run(lambda x: ops.allgather(x, name="changes"), values(np.ones(counts[ronde.rank()])))
+        expect(rows, np.ones(sum(counts)), DType.FLOAT64)
 
 
 @case
@@ -584,7 +623,7 @@ def _expect_gradients(
         expect(each, np.asarray(array, each.array.dtype), each.dtype)
 
 
-@tensor_case
+@gradient_case
 def gradient_of_allreduce(framework: Framework) -> None:
     allreduce, size = framework.collectives.allreduce, ronde.size()
     x, weight = np.array([1.0, 2.0, 4.0]), ronde.rank() + 1.0
@@ -598,7 +637,7 @@ def gradient_of_allreduce(framework: Framework) -> None:
         _expect_gradients(framework, lambda x: allreduce(x) * weight, [x.astype(kind)], [total] * 3)
 
 
-@tensor_case
+@gradient_case
 def gradient_of_allreduce_of_a_list(framework: Framework) -> None:
     allreduce, weight, total = framework.collectives.allreduce, ronde.rank() + 1.0, float(total_of_ranks())
 
@@ -609,18 +648,18 @@ def gradient_of_allreduce_of_a_list(framework: Framework) -> None:
     _expect_gradients(framework, compute, [np.ones(2), np.ones(3)], [total] * 2, [3 * total, 3 * total, 0.0])
 
 
-@tensor_case
+@gradient_case
 def gradient_of_allgather(framework: Framework) -> None:
     allgather, rank, weight = framework.collectives.allgather, ronde.rank(), ronde.rank() + 1.0
     total = float(total_of_ranks())
     for least in (0, 1, 2):  # rank 0 may give no rows
-        mine = np.ones((rank + least, 2))
+        mine = np.ones((uneven(framework, rank) + least, 2))
         _expect_gradients(framework, lambda x: allgather(x) * weight, [mine], np.full(mine.shape, total))
     _expect_gradients(framework, lambda x: allgather(x) * weight, [np.ones((2, 2))], np.full((2, 2), total))
     _expect_gradients(framework, lambda x: allgather(x) * weight, [np.array(1.0)], total)
 
 
-@tensor_case
+@gradient_case
 def gradient_of_broadcast(framework: Framework) -> None:
     broadcast, weight, total = framework.collectives.broadcast, ronde.rank() + 1.0, float(total_of_ranks())
     for root in range(ronde.size()):
@@ -628,7 +667,7 @@ def gradient_of_broadcast(framework: Framework) -> None:
         _expect_gradients(framework, lambda x, root=root: broadcast(x, root=root) * weight, [np.ones(3)], wanted)
 
 
-@tensor_case
+@gradient_case
 def gradient_of_reduce_scatter(framework: Framework) -> None:
     reduce_scatter, size, weight = framework.collectives.reduce_scatter, ronde.size(), ronde.rank() + 1.0
     num_rows = 2 * size + 1
@@ -640,17 +679,19 @@ def gradient_of_reduce_scatter(framework: Framework) -> None:
     np.testing.assert_allclose(found[0].array, np.array(owners) * 8.0 / size)
 
 
-@tensor_case
+@gradient_case
 def gradient_of_alltoall(framework: Framework) -> None:
     alltoall, size, weight = framework.collectives.alltoall, ronde.size(), ronde.rank() + 1.0
     equal = [to + 1.0 for to in range(size) for _ in range(2)]
     _expect_gradients(framework, lambda x: alltoall(x)[0] * weight, [np.ones(2 * size)], equal)
+    if framework.fixed_shapes:
+        return
     splits = [(ronde.rank() + to) % 3 for to in range(size)]
     wanted = [to + 1.0 for to, count in enumerate(splits) for _ in range(count)]
     _expect_gradients(framework, lambda x: alltoall(x, splits=splits)[0] * weight, [np.ones(sum(splits))], wanted)
 
 
-@tensor_case
+@gradient_case
 def gradient_in_a_group(framework: Framework) -> None:
     ops, rank, last = framework.collectives, ronde.rank(), ronde.size() - 1
     pair = ronde.add_group([0, last])
@@ -665,14 +706,14 @@ def gradient_in_a_group(framework: Framework) -> None:
     ronde.remove_group(pair)
 
 
-@tensor_case
+@gradient_case
 def gradient_of_a_gradient(framework: Framework) -> None:
     allreduce, size = framework.collectives.allreduce, ronde.size()
     (found,) = framework.second_gradients(lambda x: allreduce(x * x * x), values(np.array([3.0])))
     expect(found, [6.0 * 3.0 * size], DType.FLOAT64)
 
 
-@tensor_case
+@gradient_case
 def operations_without_a_gradient_say_so(framework: Framework) -> None:
     ops = framework.collectives
     for function in (ops.allreduce, ops.reduce_scatter):

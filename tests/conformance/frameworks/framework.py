@@ -13,9 +13,23 @@ from typing import Any, NamedTuple, Protocol
 from ronde.comm.buffers import Array
 from ronde.types import DType
 
-MODULES = {"numpy": "numpy_framework", "torch": "torch_framework", "tensorflow": "tensorflow_framework"}
-MODES = {"numpy": ("eager",), "torch": ("eager",), "tensorflow": ("eager", "function", "graph")}
+MODULES = {
+    "jax": "jax_framework",
+    "mxnet": "mxnet_framework",
+    "numpy": "numpy_framework",
+    "tensorflow": "tensorflow_framework",
+    "torch": "torch_framework",
+}
+MODES = {
+    "jax": ("eager", "jit"),
+    "mxnet": ("eager", "asynchronous"),
+    "numpy": ("eager",),
+    "tensorflow": ("eager", "function", "graph"),
+    "torch": ("eager",),
+}
 WITHOUT_TENSORS = frozenset({"numpy"})
+WITHOUT_GRADIENTS = frozenset({"numpy", "mxnet"})
+"""Their collectives have none."""
 
 
 class Value(NamedTuple):
@@ -35,6 +49,10 @@ class Framework(Protocol):
 
     collectives: Any
     """The module with allreduce(), allgather() … on tensors of the framework."""
+    dtypes: tuple[DType, ...]
+    """Those that its tensors can have."""
+    fixed_shapes: bool
+    """Whether shapes of results have to be known before it runs: then members give equally many rows."""
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         """The tensors that a function of tensors returns, in a list or alone."""

@@ -17,6 +17,8 @@ class NumpyFramework:
     """Functions are called with arrays."""
 
     collectives = ronde
+    dtypes = tuple(DType)
+    fixed_shapes = False
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         given = [Bfloat16View(each.array) if each.dtype is DType.BFLOAT16 else each.array for each in inputs]

@@ -22,6 +22,8 @@ class EagerFramework:
     """Functions are called with eager tensors."""
 
     collectives = ronde.tensorflow
+    dtypes = tuple(DType)
+    fixed_shapes = False
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         return [_as_value(each) for each in tf.nest.flatten(self.evaluate(function, [_as_array(x) for x in inputs]))]

@@ -16,6 +16,8 @@ class TorchFramework:
     """Functions are called with tensors."""
 
     collectives = ronde.torch
+    dtypes = tuple(DType)
+    fixed_shapes = False
 
     def run(self, function: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         found = function(*map(_as_tensor, inputs))

@@ -382,6 +382,30 @@ def check_two_optimizers_in_turn() -> None:
         assert_same_on_all_ranks(weights(model))
 
 
+def check_several_optimizers_in_one_function() -> None:
+    """The steps in which parameters are compared wait for the other ranks in Python, and there are few threads."""
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    models = [perceptron() for _ in range(8)]
+    optimizers = [DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.build(model.trainable_variables)
+
+    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow has no types
+    def step() -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(tf.ones([2, 8]) * (1.0 + ronde.rank())) ** 2)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables))
+
+    for _ in range(3):
+        step()
+    for model in models:
+        assert_same_on_all_ranks(weights(model))
+
+
 def check_a_function_that_was_traced_before_uses_another_optimizer() -> None:
     if BACKEND != "tensorflow":
         return

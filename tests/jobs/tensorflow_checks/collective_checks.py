@@ -19,6 +19,7 @@ import tensorflow as tf
 import ronde
 import ronde.tensorflow as rt
 from ronde.tensorflow import op_library
+from ronde.training import native_self_test
 from tests.jobs.tensorflow_checks.checks import check, count_python_ranks, each_way, in_graph, make_session
 
 
@@ -345,11 +346,19 @@ def a_self_test_that_is_killed_is_run_again_and_one_that_crashes_is_not() -> Non
         with mock.patch.object(subprocess, "run", return_value=done):
             return op_library.find_problem("auto", "native")
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(op_library, "cache_dir", lambda: Path(folder)):
-        assert test_ends_with(-signal.SIGKILL) == "the self-test of the kernels ended with status -9: the end"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(native_self_test, "cache_dir", lambda: Path(folder)),
+    ):
+        assert (
+            test_ends_with(-signal.SIGKILL) == "the self-test ronde.tensorflow.self_test ended with status -9: the end"
+        )
         assert "status -11" in test_ends_with(-signal.SIGSEGV)
         assert "status -11" in test_ends_with(0), "kept"
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(op_library, "cache_dir", lambda: Path(folder)):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(native_self_test, "cache_dir", lambda: Path(folder)),
+    ):
         assert test_ends_with(0) == test_ends_with(-signal.SIGSEGV) == ""
 
 

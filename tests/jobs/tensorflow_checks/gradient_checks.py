@@ -252,7 +252,10 @@ def graphs_are_freed() -> None:
 
     def compute(x: Any) -> Any:
         add_python_node(lambda array: [array], [x], [tf.float32], [x.shape])
-        return rt.reduce_gradients([x * 2.0], [variable]), rt.allreduce(tf.cast(x, tf.int32))
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = rt.allreduce(x)
+        return rt.reduce_gradients([x * 2.0], [variable]), tape.gradient(total, x)
 
     function = tf.function(compute)
     function(tf.ones([1]))

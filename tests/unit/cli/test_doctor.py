@@ -167,7 +167,7 @@ def test_bad_installs_are_told_with_their_last_word(tmp_path: Path, monkeypatch:
         "keras": "import tensorflow_of_nowhere",
         "tensorflow": "import os; os.kill(os.getpid(), 11)",
         "torch": "import os; os._exit(0)",
-        "mxnet": "__version__ = '9.9'\nprint('a banner')\nimport atexit; atexit.register(lambda: None)",
+        "theano": "__version__ = '9.9'\nprint('a banner')\nimport atexit; atexit.register(lambda: None)",
     }
     for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -176,7 +176,7 @@ def test_bad_installs_are_told_with_their_last_word(tmp_path: Path, monkeypatch:
     assert found["jax"] == ComponentStatus("jax", "broken", note="see the manual")
     assert found["keras"].note == "ModuleNotFoundError: No module named 'tensorflow_of_nowhere'"
     assert found["tensorflow"].note == "killed by signal 11 (SIGSEGV)"
-    assert (found["mxnet"].state, found["mxnet"].version) == ("usable", "9.9")
+    assert (found["theano"].state, found["theano"].version) == ("usable", "9.9")
     assert found["torch"] == ComponentStatus("torch", "broken", note="exited with code 0")
     assert found["nowhere"] == ComponentStatus("nowhere", "missing", note="not installed")
 

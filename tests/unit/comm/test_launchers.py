@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from ronde.comm.launchers import (
+    JaxVariables,
     LauncherEnvironment,
     coordinator_port_range,
     detect_launcher,
     find_launcher_process,
     first_slurm_host,
+    read_jax_variables,
 )
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -244,3 +246,10 @@ def test_the_launcher_is_the_nearest_process_above_without_the_variable(tmp_path
     )
     assert found.stdout.strip() == find_launcher_process("LAUNCHER_TEST") != "", "which is us"
     assert find_launcher_process("X", tmp_path / "none") == "", "/proc does not show it"
+
+
+def test_the_variables_for_jax_count_only_in_a_job_of_ronde() -> None:
+    given = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:77", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+    assert read_jax_variables({**given, "RONDE_RANK": "3"}) == JaxVariables("10.0.0.1:77", 4, 3)
+    assert read_jax_variables(given) is None
+    assert read_jax_variables({**given, "RONDE_RANK": "3", "JAX_NUM_PROCESSES": ""}) is None

@@ -84,6 +84,61 @@ def test_an_optimizer_that_has_stepped_is_not_undone(alone: World) -> None:
     assert (state.weights.value, state.count, part_of(state).calls) == (1, 1, [])
 
 
+class Frozen:
+    """A value that never changes, and may be gone or broken: as an array of JAX."""
+
+    def __init__(self, number: int, error: str = "") -> None:
+        self.number, self.error, self.is_gone = number, error, False
+
+
+class FrozenKind:
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, Frozen)
+
+    def keep(self, value: Any) -> Any:
+        return value
+
+    def copy(self, value: Any) -> Any:
+        assert not value.is_gone
+        return Frozen(value.number)
+
+    def is_intact(self, kept: Any) -> bool:
+        return not kept.is_gone
+
+    def has_changed(self, value: Any, kept: Any) -> bool:
+        return value is not kept
+
+    def wait(self, value: Any) -> None:
+        if value.error:
+            raise ValueError(value.error)
+
+
+def test_values_of_a_registered_kind_are_kept_by_reference_and_committed_as_copies(
+    alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ronde.elastic.state._value_kinds", [FrozenKind()])
+    state = State(frozen=Frozen(0), seen=[])
+    state.commit()
+    first = state.frozen = Frozen(1)
+    assert state.has_stepped(), "the parameters of the next step are other ones"
+    state.end_step()
+    assert not state.has_stepped()
+    state.frozen = Frozen(2)
+    state.undo_step()
+    assert state.frozen is first, "an interrupted step has left the values before as they are"
+    state.frozen = Frozen(3, error="the step has failed")
+    with pytest.raises(ValueError, match="the step has failed"):
+        state.end_step()
+    assert state.steps == 1, "a step counts when its numbers are there"
+    first.is_gone = True
+    state.undo_step()
+    assert state.frozen.number == 3, "a step that has given its values away cannot be undone"
+    for _ in range(2):
+        state.restore()
+        assert state.frozen.number == 0
+        state.frozen.is_gone = True
+
+
 def test_what_a_part_leaves_out_is_not_called(alone: World) -> None:
     class Constant:
         pass

@@ -42,6 +42,13 @@ LEARNING_RATE = 1e-5
 """So small that the network hardly changes: every step costs the same, and no number overflows."""
 MOMENTUM = 0.9
 MAX_MEMORY_SAMPLES = 100
+FRAMEWORK_TRAININGS = {
+    "tensorflow": ("tensorflow_training", "TensorFlowTraining"),
+    "keras": ("tensorflow_training", "TensorFlowTraining"),
+    "jax": ("jax_training", "JaxTraining"),
+    "mxnet": ("mxnet_training", "GluonTraining"),
+}
+"""By framework other than PyTorch, the module beside this one that trains with it, and its class."""
 
 
 @dataclass
@@ -193,12 +200,13 @@ def join_mpi() -> Library:
 
 
 def join_framework(name: str, framework: str, rank_and_size: Sequence[str]) -> Library:
-    """A library for TensorFlow or Keras. Rank and size are of one that does not know them itself."""
-    training = importlib.import_module("tensorflow_training")
+    """A library for TensorFlow, Keras, JAX or MXNet. Rank and size are of one that does not know them itself."""
+    module, class_name = FRAMEWORK_TRAININGS[framework]
+    training = importlib.import_module(module)
     library = training.join(name, framework, *(map(int, rank_and_size) if rank_and_size else (0, 1)))
 
     def start_training(model: Any, batch: int, options: dict[str, Any]) -> Any:
-        return training.TensorFlowTraining(model, batch, library, **options)
+        return getattr(training, class_name)(model, batch, library, **options)
 
     return Library(library.rank, library.size, start_training=start_training, close=library.close)
 
@@ -386,12 +394,12 @@ def time_steps(step: Callable[[], object], num_steps: int) -> list[int]:
 
 
 def main(name: str, *rank_and_size: str, directory: Path) -> None:
-    # Python has put the directory of this file first on its path. Only these two are wanted from there: the names of
-    # the other modules may be those of libraries.
+    # Python has put the directory of this file first on its path. Only these are wanted from there: the names of the
+    # other modules may be those of libraries.
     models = importlib.import_module("models").MODELS
     name, _, framework = name.partition(".")
     if framework:
-        importlib.import_module("tensorflow_training")
+        importlib.import_module(FRAMEWORK_TRAININGS[framework][0])
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     if framework:
         library = join_framework(name, framework, rank_and_size)

@@ -1,5 +1,5 @@
 """The networks that `ronde bench train` trains, and their random data. Those of TensorFlow and Keras are built in
-tensorflow_training.py.
+tensorflow_training.py, those of JAX in jax_training.py, those of MXNet in mxnet_training.py.
 
 A measured rank loads this file by its path, without the ronde around it: it needs nothing of ronde, and PyTorch only
 where a network is built.
@@ -13,7 +13,9 @@ from itertools import pairwise
 from typing import Any, cast
 
 TORCH = "torch"
-ALL_FRAMEWORKS = (TORCH, "tensorflow", "keras")
+MXNET = "mxnet"
+TENSORFLOW_KERAS = ("tensorflow", "keras")
+ALL_FRAMEWORKS = (TORCH, *TENSORFLOW_KERAS, "jax", MXNET)
 IMAGENET_CLASSES = 1000
 WORDS = 1024
 SEQUENCE = 64
@@ -28,9 +30,9 @@ class BenchmarkModel:
     batch: int
     """Samples per rank and step."""
     num_parameters: int
-    build: Callable[[], Any]
-    """Returns a torch.nn.Module; what that returns is compared with labels by cross entropy."""
-    make_batch: Callable[[int], tuple[Any, Any]]
+    build: Callable[[], Any] | None
+    """Returns a torch.nn.Module; what that returns is compared with labels by cross entropy. None: not for PyTorch."""
+    make_batch: Callable[[int], tuple[Any, Any]] | None
     """Returns the input and the labels of so many samples, for PyTorch."""
     frameworks: tuple[str, ...] = (TORCH,)
 
@@ -179,11 +181,15 @@ def random_sentences(batch: int) -> tuple[Any, Any]:
 
 _IMAGES = random_samples((3, 224, 224), IMAGENET_CLASSES)
 _MODELS = (
-    BenchmarkModel("alexnet", "AlexNet, 224 px", 16, 61_100_840, alexnet, _IMAGES, ALL_FRAMEWORKS),
+    BenchmarkModel("alexnet", "AlexNet, 224 px", 16, 61_100_840, alexnet, _IMAGES, (TORCH, *TENSORFLOW_KERAS)),
     BenchmarkModel("resnet", "like ResNet-18, 64 px", 16, 11_279_112, resnet, random_samples((3, 64, 64), 200)),
     BenchmarkModel("mlp", "784-512-512-10", 64, 669_706, mlp, random_samples((784,), 10), ALL_FRAMEWORKS),
+    BenchmarkModel("digits", "64-256-10, digits", 32, 19_210, None, None, (MXNET,)),
+    BenchmarkModel("vector", "one parameter of 4 MB", 1, 1_048_576, None, None, (MXNET,)),
     BenchmarkModel("transformer", "6 blocks, 64 words", 4, 19_964_928, transformer, random_sentences),
-    BenchmarkModel("tiny", "1,000 tiny parameters", 1, 16_000, tiny, random_samples((16,), 16), ALL_FRAMEWORKS),
+    BenchmarkModel(
+        "tiny", "1,000 tiny parameters", 1, 16_000, tiny, random_samples((16,), 16), (TORCH, *TENSORFLOW_KERAS)
+    ),
 )
 MODELS = {model.name: model for model in _MODELS}
 

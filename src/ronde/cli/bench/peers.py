@@ -21,6 +21,7 @@ RONDE_RUN = (
     "run",
 )
 """`ronde run`, whatever files the working directory has."""
+QUICK_END = ("--grace", "0.5", "--terminate", "0.5")
 
 RONDE = "ronde"
 HOROVOD = "hvd"
@@ -28,6 +29,10 @@ HOROVOD = "hvd"
 LOCKSTEP = "lockstep"
 MWMS = "mwms"
 """MultiWorkerMirroredStrategy of TensorFlow."""
+KVSTORE = "kvstore"
+"""The distributed kvstore of MXNet, dist_sync."""
+MESH = "mesh"
+"""JAX's own processes and collectives, with a mesh of all devices."""
 ALL_PEERS = "gloo,mpi,hvd"
 CHECK_TIMEOUT_S = 60.0
 
@@ -73,25 +78,31 @@ class MeasuredLibrary:
     python: str = sys.executable
     mpiexec: str = ""
     framework: str = ""
-    """What trains, if it is not PyTorch: tensorflow or keras."""
+    """What trains, if it is not PyTorch: tensorflow, keras, jax or mxnet."""
 
     def commands(self, size: int) -> list[tuple[str, ...]]:
         """Start so many ranks: with `ronde run`, with mpiexec, or as plain processes on the loopback interface."""
         program: tuple[str, ...] = (self.python, RANK_PROGRAM, ".".join(filter(None, (self.library, self.framework))))
         if self.framework == "tensorflow":
             program = ("env", "KERAS_BACKEND=tensorflow", *program)  # its layers are those of Keras
+        if self.framework == "jax":
+            program = ("env", "JAX_PLATFORMS=cpu", "NPROC=1", *program)  # so many threads has XLA
         if self.library in (RONDE, HOROVOD, LOCKSTEP):
-            flags = ("-np", str(size), "--grace", "0.5", "--terminate", "0.5")
-            return [(*ONE_THREAD, *RONDE_RUN, *flags, "--", *program)]
+            return [(*ONE_THREAD, *RONDE_RUN, "-np", str(size), *QUICK_END, "--", *program)]
+        if self.library == KVSTORE:
+            return [(*ONE_THREAD, *RONDE_RUN, "-np", str(size), "--dmlc", *QUICK_END, "--", *program)]
         if self.mpiexec:
             return [(*ONE_THREAD, *OPEN_MPI_SETTINGS, self.mpiexec, "-n", str(size), *program)]
-        env = (*ONE_THREAD, "GLOO_SOCKET_IFNAME=lo")
+        env: tuple[str, ...] = (*ONE_THREAD, "GLOO_SOCKET_IFNAME=lo")
         commands = [(*program, str(rank), str(size)) for rank in range(size)]
         if self.library == MWMS:
             return [
                 (*env, f"TF_CONFIG={config}", *each)
                 for config, each in zip(make_tf_configs(size), commands, strict=True)
             ]
+        if self.library == MESH:
+            [port] = find_free_ports("127.0.0.1", 1)
+            env = (*env, f"JAX_COORDINATOR_ADDRESS=127.0.0.1:{port}")
         return [(*env, *each) for each in commands]
 
 

@@ -21,8 +21,18 @@ from rich.text import Text
 
 from ronde.cli.arguments import whole_number
 from ronde.cli.bench.command import make_parser, parse_numbers, run_benchmark
-from ronde.cli.bench.models import ALL_FRAMEWORKS, MODELS, TORCH, BenchmarkModel, parse_models
-from ronde.cli.bench.peers import HOROVOD, HOW_TO_GET_HOROVOD, LOCKSTEP, MWMS, RONDE, MeasuredLibrary, is_installed
+from ronde.cli.bench.models import ALL_FRAMEWORKS, MODELS, MXNET, TORCH, BenchmarkModel, parse_models
+from ronde.cli.bench.peers import (
+    HOROVOD,
+    HOW_TO_GET_HOROVOD,
+    KVSTORE,
+    LOCKSTEP,
+    MESH,
+    MWMS,
+    RONDE,
+    MeasuredLibrary,
+    is_installed,
+)
 from ronde.cli.bench.runner import (
     REPLY_TIMEOUT_S,
     BenchmarkCase,
@@ -42,11 +52,19 @@ FIT = "fit"
 FIT_ALONE = "fit-alone"
 CUSTOM = "custom"
 KERAS = "keras"
-PEERS = {TORCH: (DDP, HOROVOD), "tensorflow": (MWMS, HOROVOD), KERAS: (MWMS, HOROVOD)}
+PEERS = {
+    TORCH: (DDP, HOROVOD),
+    "tensorflow": (MWMS, HOROVOD),
+    KERAS: (MWMS, HOROVOD),
+    "jax": (MESH,),
+    MXNET: (KVSTORE, HOROVOD),
+}
 REQUIRED = {
     TORCH: ("torch", "PyTorch"),
     "tensorflow": ("tensorflow", "TensorFlow"),
     KERAS: ("tensorflow", "TensorFlow"),
+    "jax": ("jax", "JAX"),
+    MXNET: ("mxnet", "MXNet"),
 }
 """The package that has to be installed to train with a framework, and its name."""
 CODECS = {"none": None, "float16": "float16", "bfloat16": "bfloat16"}
@@ -57,8 +75,8 @@ COPIES = 4
 """Parameters, gradients, momentum, buckets."""
 
 DETAILS = """One thread per rank: alone, without communication, with ronde, with Horovod's
-interface, and with DDP or MultiWorkerMirroredStrategy. Keras also trains
-with fit()."""
+interface, and with DDP, MultiWorkerMirroredStrategy, a mesh of JAX or the
+kvstore of MXNet. Keras also trains with fit()."""
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -69,7 +87,9 @@ def train(arguments: Sequence[str]) -> int:
     batch_help = "Samples per rank and step, if not the model's own."
     parser.add_flag("--batch", metavar="N", type=whole_number, help=batch_help)
     parser.add_flag("--codec", metavar="CODEC", default="none", help=f"Gradients on the wire: {', '.join(CODECS)}.")
-    parser.add_flag("--peers", metavar="PEER,…", help="Measure these too: ddp, mwms, hvd; or none. Default: all.")
+    parser.add_flag(
+        "--peers", metavar="PEER,…", help="Measure these too: ddp, mwms, mesh, kvstore, hvd; or none. Default: all."
+    )
     parser.add_flag("--ddp-buckets", metavar="MB,…", default="10,100", help="Sizes of buckets that DDP tries too.")
     parser.add_flag("--steps", metavar="N", type=whole_number, help="Steps per round. Default: as many as fit.")
     return run_benchmark(parser, arguments, _measure)
@@ -155,8 +175,9 @@ def find_setups(
         if peers is not None:
             raise ValueError(reason)
         notes.append(f"{HOROVOD} is left out: {reason}")
-    if MWMS in wanted:  # it sends gradients as they are
-        setups.append(make(MWMS, MWMS, size=size))
+    for name in (MWMS, MESH, KVSTORE):
+        if name in wanted:  # it sends gradients as they are
+            setups.append(make(name, name, size=size))
     if DDP in wanted:
         # As it is, without copies, and with other sizes of buckets: ronde is compared with the best of them.
         setups.append(make(DDP, DDP, size=size, codec=codec))
@@ -197,7 +218,8 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
     above_lockstep_us: float | None = None
     """step_us less that of as many ranks that only wait for each other in every step."""
     vs_peer: float | None = None
-    """samples_per_s divided by that of the best peer: DDP, or MultiWorkerMirroredStrategy."""
+    """samples_per_s divided by that of the best peer: DDP, MultiWorkerMirroredStrategy, a mesh of JAX, or the
+    kvstore of MXNet."""
     vs_ronde: float | None = None
     """samples_per_s divided by that of ronde."""
     vs_custom_loop: float | None = None
@@ -286,7 +308,7 @@ def measure_training(
 
 def best_peer(results: Sequence[TrainingResult]) -> TrainingResult | None:
     """The fastest of the peers' ways to train one network; None without one."""
-    peers = [result for result in results if result.impl.startswith((DDP, MWMS))]
+    peers = [result for result in results if result.impl.startswith((DDP, MWMS, MESH, KVSTORE))]
     return max(peers, key=lambda result: result.samples_per_s, default=None)
 
 

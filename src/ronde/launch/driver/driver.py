@@ -37,12 +37,13 @@ from ronde.launch.driver.monitor import (
     make_rank_stacks,
 )
 from ronde.launch.driver.slots import ScalingLimits, SlotTable
-from ronde.launch.driver.supervisor import RankLocation, RankSupervisor
+from ronde.launch.driver.supervisor import RankLocation, RankSupervisor, RanksWithHelpers
 from ronde.launch.driver.worker_pool import WorkerPool
 from ronde.launch.environment import count_ports, make_rank_orders, make_worker_order, makes_tf_config
 from ronde.launch.job import Job
 from ronde.launch.network import HostFacts
 from ronde.launch.output.printer import Printer
+from ronde.launch.parameter_servers import helper_names, make_helpers
 from ronde.launch.placement import Host, Placement, hosts_or_localhost
 from ronde.launch.protocol import PortCounts, RankOrder
 from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
@@ -188,6 +189,13 @@ class Driver:
         locations = [
             RankLocation(each.rank, each.host_index, each.host.name, each.local_rank) for each in job.placements
         ]
+        helpers = make_helpers(job)
+        if helpers:
+            hosts = [agents.host_name(each.host_index) for each in helpers]
+            locations += [
+                RankLocation(each.number, each.host_index, host, 0) for each, host in zip(helpers, hosts, strict=True)
+            ]
+            supervisor.policy = RanksWithHelpers(loop, supervisor, [each.number for each in helpers], job)
         supervisor.start_ranks(locations, orders)
         loop.run_until(lambda: supervisor.finished)
         supervisor.finish_output()
@@ -329,6 +337,7 @@ class Driver:
             output_sink=self._output_sink,
             on_rank_exit=coordinator.rank_exited,
             host_name=agents.host_name,
+            names=helper_names(self._job),
         )
         opened.callback(supervisor.close)
         return supervisor

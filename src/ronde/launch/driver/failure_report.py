@@ -63,6 +63,13 @@ class JobResult:
     """Who ended it from outside, if anybody did."""
 
 
+def format_processes(numbers: Sequence[int], names: Mapping[int, str]) -> str:
+    """Name processes: ranks by their numbers, and others by their names."""
+    ranks = [number for number in numbers if number not in names]
+    others = [names[number] for number in numbers if number in names]
+    return ", ".join([*([format_ranks(ranks)] if ranks else []), *others])
+
+
 def describe_exit(rank_exit: RankExit) -> str:
     """Say how a rank has ended; the rank is the subject."""
     match rank_exit.reason:
@@ -244,10 +251,16 @@ def _count_others(failure: _FirstFailure, exits: Sequence[RankExit], lost_peers:
     lines = []
     if alike:
         how = describe_exit_code(first.exit_code)
-        lines.append(f"{format_count(len(alike), 'other rank')} failed, too: {how}")
+        lines.append(f"{_count_processes(alike)} failed, too: {how}")
     if len(others) > len(alike):
-        lines.append(f"{format_count(len(others) - len(alike), 'other rank')} ended in consequence")
+        lines.append(f"{_count_processes([each for each in others if each not in alike])} ended in consequence")
     return lines
+
+
+def _count_processes(exits: Sequence[RankExit]) -> str:
+    if not any(each.name for each in exits):
+        return format_count(len(exits), "other rank")
+    return f"{len(exits)} other process{'es' * (len(exits) > 1)}"
 
 
 def _describe_missing(missing: Sequence[RankStack]) -> list[str]:
@@ -271,7 +284,8 @@ def _describe_disagreement(stacks: Sequence[RankStack]) -> list[str]:
 
 def _format_ranks_and_hosts(exits: Sequence[RankExit]) -> str:
     hosts = list(dict.fromkeys(each.host for each in exits))
-    return f"{format_ranks(each.rank for each in exits)} on host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
+    who = format_processes([each.rank for each in exits], {each.rank: each.name for each in exits if each.name})
+    return f"{who} on host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
 
 
 def _quote_lines(output: str) -> list[str]:

@@ -12,12 +12,13 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from ronde.launch.driver.failure_report import StopRequest, describe_exit
+from ronde.launch.driver.failure_report import StopRequest, describe_exit, format_processes
 from ronde.launch.driver.monitor import RankStatus
 from ronde.launch.driver.ssh import HostError
 from ronde.launch.driver.termination import Termination, TerminationEvent, TerminationStage
@@ -40,6 +41,7 @@ from ronde.launch.protocol import (
     StartRanks,
     UsageReport,
 )
+from ronde.launch.timeouts import HELPER_END_TIMEOUT_S
 from ronde.launch.tty import RawTerminalInput
 from ronde.net.event_loop import EventLoop, Timer
 from ronde.text import INTERRUPTED_CODE, LOST_CODE, format_ranks
@@ -91,6 +93,39 @@ class FixedRanks:
     def handle_agent_stopping(self, host_index: int) -> None: ...
 
 
+class RanksWithHelpers:
+    """The policy of a job that has a scheduler and servers besides its ranks: it needs all of them until the last rank
+    has ended. They end by themselves then, or are asked to."""
+
+    def __init__(self, loop: EventLoop, supervisor: RankSupervisor, helpers: Collection[int], job: Job) -> None:
+        self._loop = loop
+        self._supervisor = supervisor
+        self._helpers = frozenset(helpers)
+        self._delays_s = ((signal.SIGTERM, HELPER_END_TIMEOUT_S), (signal.SIGKILL, job.terminate_s))
+
+    @property
+    def goes_on(self) -> bool:
+        return False
+
+    def handle_exit(self, rank_exit: RankExit) -> TerminationEvent | None:
+        if rank_exit.exit_code != 0 and not (rank_exit.requested and rank_exit.rank in self._helpers):
+            return TerminationEvent.RANK_FAILED
+        if self._helpers.issuperset(self._supervisor.running) and rank_exit.rank not in self._helpers:
+            self._end_helpers()
+        return None
+
+    def handle_agent_lost(self, host_index: int, error: HostError) -> None: ...
+
+    def handle_agent_stopping(self, host_index: int) -> None: ...
+
+    def _end_helpers(self) -> None:
+        """The last rank has ended: ask those that still run to end, first in one way and then in another."""
+        delay_s = 0.0
+        for number, more_s in self._delays_s:
+            delay_s += more_s
+            self._loop.call_later(delay_s, partial(self._supervisor.ask_to_end, sorted(self._helpers), number))
+
+
 class RankSupervisor:
     """Which ranks run, how the others have ended, and what is done about it. Its methods are called in the loop."""
 
@@ -103,15 +138,18 @@ class RankSupervisor:
         output_sink: Printer,
         on_rank_exit: Callable[[int, str], None],
         host_name: Callable[[int], str],
+        names: Mapping[int, str] | None = None,
     ) -> None:
         """`send` sends messages to agents by host index. `on_rank_exit` is called with every rank that has ended, and a
-        description of how; `host_name` gives the name of a host by its index."""
+        description of how; `host_name` gives the name of a host by its index. `names` are those of processes that are
+        no ranks, by number."""
         self._loop = loop
         self._job = job
         self._send = send
         self._output_sink = output_sink
         self._on_rank_exit = on_rank_exit
         self._host_name = host_name
+        self._names = names or {}
         self.policy: JobPolicy = FixedRanks()
         """May be replaced before ranks are started."""
         self._running: dict[int, RankLocation] = {}
@@ -254,10 +292,12 @@ class RankSupervisor:
             return
         host = self._running.pop(rank).host
         requested = self._exit_requested or rank in self._asked
-        rank_exit = msgspec.structs.replace(rank_exit, host=host, requested=requested)
+        name = self._names.get(rank, "")
+        rank_exit = msgspec.structs.replace(rank_exit, host=host, requested=requested, name=name)
         self.exits.append(rank_exit)
         self._update_status(rank, exit_code=rank_exit.exit_code)
-        self._on_rank_exit(rank, describe_exit(rank_exit))
+        if not name:
+            self._on_rank_exit(rank, describe_exit(rank_exit))
         self._show_output(rank_exit)
         if rank == self._job.debug_rank and self._terminal_input is not None:
             self._terminal_input.close()
@@ -292,7 +332,9 @@ class RankSupervisor:
         """Print what the user waits for, unless a reader of the output has left without a word."""
         if not self._running or (self.stop_request is not None and not self.stop_request.reason):
             return
-        ranks = format_ranks(self._running, "rank" if self._job.limits is None else "worker")
+        ranks = format_processes(sorted(self._running), self._names)
+        if self._job.limits is not None:
+            ranks = format_ranks(self._running, "worker")
         if stage is TerminationStage.INTERRUPT:
             self.print_message(f"Ctrl-C: {ranks} may end; press it again to kill")
         elif stage is TerminationStage.KILL:

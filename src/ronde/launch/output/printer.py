@@ -72,6 +72,8 @@ class OutputOptions:
     """Print as Horovod does, for programs that read it: `[1]<stdout>:line`, the time before that, and files
     `rank.1/stdout`."""
     terminal_info: TerminalInfo = field(default_factory=TerminalInfo)
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Of processes that are no ranks, by number."""
     debug_rank: int | None = None
     """The rank that has the terminal (`--debug`), which is in raw mode: its bytes pass unchanged, everything else is
     printed around them."""
@@ -129,6 +131,8 @@ class Printer:
         self._process_pending()  # its former process may have exited just now
         self._tails[rank] = OutputTail()
         self._line_folder.rank_started(rank)
+        if rank in self._options.names:
+            self._line_folder.rank_exited(rank)  # its lines are not folded
         if self._files is not None:
             self._files.rank_started(rank)
 
@@ -246,6 +250,8 @@ class Printer:
 
     def _line_prefix(self, ranks: tuple[int, ...], writer: TerminalWriter, stream: StdStream) -> bytes:
         color = self._options.color and writer.is_terminal
+        if len(ranks) == 1 and ranks[0] in self._options.names:
+            return f"[{self._options.names[ranks[0]].removeprefix('the ')}] ".encode()
         return line_prefix(ranks, stream, color=color, horovod=self._options.horovod_format)
 
     def _draw_live_regions(self) -> float | None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from horovod.common.exceptions import HorovodVersionMismatchError
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
-AVAILABLE = ["tensorflow", "torch"]
+AVAILABLE = ["tensorflow", "torch", "mxnet"]
 """Frameworks whose module exists here."""
 IMPORT_TIMEOUT_S = 20.0
 """Loading a library from a network file system may take long."""

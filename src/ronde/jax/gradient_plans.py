@@ -1,0 +1,164 @@
+"""Plans of gradients: an allreduce that is repeated in every step runs on a channel of its own, in memory that the
+ranks of a host share.
+
+A plan has one bucket for all arrays of an operation. It is opened when the operation first runs in a round, together
+with the other members; ranks may open those of different operations in any order. The native handler copies the
+operands straight into the bucket. What runs through Python, and the first step, uses the spare memory of the plan, so
+that the two never write to the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ronde.comm.buffers import Array, address_of
+from ronde.comm.call import Memory, hash_signature
+from ronde.comm.plan import Bucket, Plan
+from ronde.comm.world import World, current_world
+from ronde.text import shorten
+from ronde.training.graph_operations import GraphOperation, group_of, refuse_twice_at_once
+
+MAX_PLANS = 8
+"""Of one operation, if the shapes of its arrays change. Then the oldest is closed."""
+MAX_SHAPES_TEXT = 200
+
+SetBucket = Callable[[str, int, int], None]
+
+
+class GradientPlan:
+    """A plan in one round."""
+
+    def __init__(self, world: World, plan: Plan, operation: str) -> None:
+        self.world = world
+        self.plan = plan
+        self.operation = operation
+        self.is_native = False
+        """Whether the native handler writes into its bucket."""
+        self.is_busy = False
+        """Whether its bucket is under way. Guarded by the lock of GradientPlans."""
+
+
+class GradientPlans:
+    """The plans of this process. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[object, ...], GradientPlan] = {}
+        self._lock = threading.Lock()
+        self._opening: dict[str, threading.Lock] = {}
+        self._set_bucket: SetBucket | None = None
+
+    def use_buckets(self, set_bucket: SetBucket) -> None:
+        """Tell the native library the buckets of operations, by this function."""
+        self._set_bucket = set_bucket
+
+    def find(self, operation: GraphOperation, arrays: Sequence[Memory]) -> GradientPlan | None:
+        """The plan of an operation on such arrays, if it was opened in this round."""
+        with self._lock:
+            found = self._plans.get(_key_of(operation, arrays))
+        return found if found is not None and found.world is current_world("gradients") else None
+
+    def open(self, operation: GraphOperation, arrays: Sequence[Memory]) -> GradientPlan:
+        """The same, opened together with the other members if it is not open. Mismatch if theirs are other arrays."""
+        with self._lock:
+            opening = self._opening.setdefault(operation.name, threading.Lock())
+        with opening:
+            found = self.find(operation, arrays)
+            if found is None:
+                found = GradientPlan(current_world(), _make_plan(operation, arrays), operation.encode())
+                self._add(_key_of(operation, arrays), found)
+            return found
+
+    def _add(self, key: tuple[object, ...], added: GradientPlan) -> None:
+        with self._lock:
+            olds = [
+                (key, each)
+                for key, each in self._plans.items()
+                if each.operation == added.operation or each.world is not added.world
+            ]
+            dropped = [
+                (key, each)
+                for index, (key, each) in enumerate(olds)
+                if each.world is not added.world or index < len(olds) + 1 - MAX_PLANS
+            ]
+            for old, _ in dropped:
+                del self._plans[old]
+            self._plans[key] = added
+            added.is_native = self._set_bucket is not None
+            for each in self._plans.values():
+                if each is not added and each.operation == added.operation:
+                    each.is_native = False
+        bucket = added.plan.arrays[0]
+        if self._set_bucket is not None:
+            for _, each in dropped:
+                if each.is_native and each.operation != added.operation:
+                    self._set_bucket(each.operation, 0, 0)
+            self._set_bucket(added.operation, address_of(bucket), bucket.nbytes)
+        for _, each in dropped:  # in an earlier round its channel is closed already
+            each.plan.close()
+
+    @contextmanager
+    def hold(self, operation: GraphOperation, plan: GradientPlan) -> Iterator[None]:
+        """Take the plan meanwhile. Mismatch if it is taken."""
+        self.take(operation, plan)
+        try:
+            yield
+        finally:
+            self.release(plan)
+
+    def take(self, operation: GraphOperation, plan: GradientPlan) -> None:
+        with self._lock:
+            is_taken, plan.is_busy = plan.is_busy, True
+        if is_taken:
+            raise refuse_twice_at_once(operation)
+
+    def release(self, plan: GradientPlan) -> None:
+        with self._lock:
+            plan.is_busy = False
+
+
+gradient_plans = GradientPlans()
+
+
+def is_planned(operation: GraphOperation) -> bool:
+    """Whether an operation runs by a plan: if there is somebody to agree with."""
+    group = group_of(operation)
+    return operation.is_planned and group.included and group.size > 1
+
+
+def copy_in(arrays: Sequence[Array], bucket: Array) -> None:
+    position = 0
+    for array in arrays:
+        bucket[position : position + array.size] = array.reshape(-1).view(bucket.dtype)
+        position += array.size
+
+
+def copy_out(bucket: Array, arrays: Sequence[Array]) -> None:
+    position = 0
+    for array in arrays:
+        array.reshape(-1).view(bucket.dtype)[:] = bucket[position : position + array.size]
+        position += array.size
+
+
+def _key_of(operation: GraphOperation, arrays: Sequence[Memory]) -> tuple[object, ...]:
+    return (operation.encode(), arrays[0].dtype, *(array.shape for array in arrays))
+
+
+def _make_plan(operation: GraphOperation, arrays: Sequence[Memory]) -> Plan:
+    group = group_of(operation)
+    _ = group.ordered_channel  # raises when nothing can start here
+    counts = tuple(array.size for array in arrays)
+    shapes = ", ".join(str(list(array.shape)) for array in arrays)
+    described = f"{operation.name}: {shorten(shapes, MAX_SHAPES_TEXT)} ({hash_signature(shapes) & 0xFFFFFFFF:08x})"
+    bucket = Bucket(
+        sum(counts),
+        arrays[0].dtype,
+        op=operation.op,
+        prescale=operation.prescale,
+        postscale=operation.postscale,
+        name=described,
+        parts=tuple(count for count in counts if count) if operation.op == "adasum" else (),
+    )
+    name = f"jax.{hash_signature(operation.name) & 0xFFFFFFFF:08x}"
+    return Plan([bucket], group, name=name)
