@@ -36,7 +36,7 @@ def test_what_is_encoded_is_decoded(sample: dict[str, Any], array: Any) -> None:
     assert decoded == {name: value for name, value in sample.items() if name not in ("array", "numbers")}
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), np.zeros(2, [("a", "i4")])])
+@pytest.mark.parametrize("value", [object(), print, np.array([object()]), np.zeros(2, [("a", "i4")])])
 def test_what_would_have_to_be_pickled_is_not_stored(value: Any) -> None:
     with pytest.raises(TypeError, match="sample 'x'"):
         encode_sample({"__key__": "x", "value": value})
