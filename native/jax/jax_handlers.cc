@@ -344,10 +344,10 @@ struct WaitingFinish {  // a handler ronde_jax_finish whose future is not comple
 struct Job {
   int64_t number = 0;
   int64_t run_id = 0;
-  std::string operation, result_shapes;  // what Python reads
-  bool is_in_bucket = false;             // the operands are in the bucket of the operation
-  bool is_repeated = false;              // another one of its name was not finished in this execution of the program
-  Arrays inputs;                         // the results of an operation that changes no shapes are here, too
+  std::string operation, details;  // what Python reads
+  bool is_in_bucket = false;       // the operands are in the bucket of the operation
+  bool is_repeated = false;        // another one of its name was not finished in this execution of the program
+  Arrays inputs;                   // the results of an operation that changes no shapes are here, too
   std::vector<int32_t> dtypes;
   std::vector<int64_t> dims;  // per input: how many, and then each
   uint8_t flag = 0;
@@ -365,7 +365,7 @@ using JobPointer = std::shared_ptr<Job>;
 struct JobView {
   JobPointer* job;
   const char* operation;
-  const char* result_shapes;
+  const char* details;
   int32_t is_repeated;
   int32_t is_in_bucket;
   uint64_t num_inputs;
@@ -607,8 +607,7 @@ EXPORT Error* ronde_jax_start(CallFrame* frame) {
     if (frame->attributes.types[i] != kStringAttribute) continue;
     const Text* text = static_cast<const Text*>(frame->attributes.items[i]);
     const Text* name = frame->attributes.names[i];
-    (std::string(name->data, name->size) == "operation" ? job->operation : job->result_shapes)
-        .assign(text->data, text->size);
+    (std::string(name->data, name->size) == "operation" ? job->operation : job->details).assign(text->data, text->size);
   }
   std::vector<size_t> sizes;
   for (int64_t i = 0; i < frame->inputs.size; ++i) {
@@ -671,7 +670,7 @@ EXPORT int ronde_jax_take_job(JobView* view, double timeout_s) {
   const Job& job = **taken;
   *view = {taken,
            job.operation.c_str(),
-           job.result_shapes.c_str(),
+           job.details.c_str(),
            job.is_repeated,
            job.is_in_bucket,
            job.inputs.data.size(),

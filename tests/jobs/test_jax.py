@@ -61,6 +61,16 @@ def test_what_another_rank_does_not_come_to_ends_with_an_error_that_names_it(tmp
     assert "OperationTimeout: allreduce 'alone' of group 0 did not start within 5 s; it waits for rank 1" in seen
 
 
+@pytest.mark.parametrize("ops", ["auto", "python"])
+@pytest.mark.parametrize("case", ["shutdown", "exit"])
+def test_programs_that_nobody_waits_for_are_finished_before_a_rank_leaves(case: str, ops: str, tmp_path: Path) -> None:
+    env = environment(RONDE_JAX_OPS=ops)
+    done = run_command([*RUN, PYTHON, "-m", "tests.jobs.jax_checks.faults", case, tmp_path], env=env)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert (tmp_path / "rank-0").read_text() == "30.0"
+    assert "Error" not in done.stdout + done.stderr
+
+
 def test_compiled_programs_work_in_the_next_round_but_for_groups_of_the_one_before(tmp_path: Path) -> None:
     output_of([*RUN, PYTHON, "-m", "tests.jobs.jax_checks.faults", "rounds", tmp_path], env=environment())
     for rank in range(2):

@@ -35,6 +35,8 @@ SMALL_MACHINE = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
+    # Its ranks wait by spinning. Where they are more than cores, others get the core meanwhile.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
 

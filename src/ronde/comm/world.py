@@ -319,6 +319,8 @@ class _ProcessState:
     leaves_at_exit = False
     has_state = True
     """As World.has_state."""
+    before_shutdown: tuple[Callable[[], None], ...] = ()
+    """What shutdown() calls first."""
     worlds_of_parent: tuple[World, ...] = ()
     """In a forked child: the worlds that it inherited, kept so that nothing of them is finalized before its end."""
 
@@ -451,9 +453,18 @@ def shutdown() -> None:
     if _state.joining_thread == threading.get_ident():
         _state.joining_ended = RoundEnded("shutdown() was called while init() was under way, so no round was joined")
         raise _state.joining_ended
+    if _state.world is not None and not _state.world.is_in_child and sys.exc_info()[1] is None:
+        for function in _state.before_shutdown:
+            function()
     world, _state.world = _state.world, None
     if world is not None:
         world.close()
+
+
+def call_before_shutdown(function: Callable[[], None]) -> None:
+    """Let shutdown() call a function first, in this round and later ones, unless it is called while an error is
+    handled. The function waits for operations that the process has begun in the background, and raises nothing."""
+    _state.before_shutdown = (*_state.before_shutdown, function)
 
 
 def is_initialized() -> bool:

@@ -66,10 +66,9 @@ def allreduce(
     for index, leaf in enumerate(leaves):
         by_dtype.setdefault(leaf.dtype, []).append(index)
     results: list[Any] = [None] * len(leaves)
-    for dtype, indices in by_dtype.items():
-        operation = options
-        if options.name and len(by_dtype) > 1:
-            operation = with_name(options, f"{options.name}.{dtype.name}")
+    for number, indices in enumerate(by_dtype.values()):
+        # Not by dtype: ranks that differ in one have to meet, to see that.
+        operation = _add_to_name(options, str(number)) if number else options
         for index, y in zip(indices, _allreduce([leaves[index] for index in indices], operation), strict=True):
             results[index] = y
     return jax.tree.unflatten(tree, results)

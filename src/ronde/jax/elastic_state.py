@@ -58,11 +58,12 @@ class JaxTrees(ValueKind):
 
 
 class ProgramsPart(StatePart):
-    """The compiled programs of this process: those whose shapes depend on the number of ranks are forgotten when that
-    has changed."""
+    """The compiled programs of this process: those whose shapes depend on the number of ranks, or with a reduce_scatter
+    on that of this one, are forgotten when these have changed."""
 
     def __init__(self) -> None:
-        self._size = current_world("State()").size
+        world = current_world("State()")
+        self._rank, self._size = world.rank, world.size
 
     def commit(self) -> None:
         return None
@@ -80,9 +81,9 @@ class ProgramsPart(StatePart):
         return None
 
     def reset(self) -> None:
-        size = current_world().size
-        if size != self._size:
-            self._size = size
+        world = current_world()
+        if (world.rank, world.size) != (self._rank, self._size):
+            self._rank, self._size = world.rank, world.size
             clear_shaped_programs()
 
 

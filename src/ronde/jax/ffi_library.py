@@ -8,9 +8,12 @@ and with an error.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
@@ -22,10 +25,10 @@ import jax
 import msgspec
 import numpy as np
 
-from ronde.comm.buffers import array_at, as_array
+from ronde.comm.buffers import address_of, array_at, as_array
 from ronde.comm.call import Memory
 from ronde.comm.work import Work
-from ronde.comm.world import current_world
+from ronde.comm.world import call_before_shutdown, current_world, is_initialized
 from ronde.errors import RondeError, RoundEnded
 from ronde.jax.gradient_plans import GradientPlan, copy_in, copy_out, gradient_plans, is_planned
 from ronde.training.graph_operations import (
@@ -49,13 +52,25 @@ SELF_TEST_S = 60.0
 logger = logging.getLogger("ronde.jax")
 
 
+class OperationDetails(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a program knows of an operation besides what all ranks have in common: the attribute `details`, as JSON."""
+
+    result_shapes: tuple[tuple[int, ...], ...] = ()
+    """The shapes for which the program is compiled, of an operation that changes them."""
+    flag: str = ""
+    """By which OperationFlags knows the flag, if the operation has one."""
+
+    def encode(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
 class HandlerJobView(ctypes.Structure):
     """The library's JobView."""
 
     _fields_ = (
         ("job", c_void_p),
         ("operation", c_char_p),
-        ("result_shapes", c_char_p),
+        ("details", c_char_p),
         ("is_repeated", c_int32),
         ("is_in_bucket", c_int32),
         ("num_inputs", c_uint64),
@@ -79,12 +94,12 @@ class HandlerJob:
         self._flag = memories.pop() if self.operation.has_flag else None
         self.inputs = tuple(memories)
         self.outputs = self.inputs
-        self.result_shapes = msgspec.json.decode(view.result_shapes, type=list[tuple[int, ...]])
-        """The shapes for which the program is compiled, of an operation that changes them."""
+        self.details = msgspec.json.decode(view.details, type=OperationDetails)
         self.is_repeated = bool(view.is_repeated)
         """Whether the program runs two operations of this name that do not need each other."""
         self.is_in_bucket = bool(view.is_in_bucket)
-        """Whether the operands are in the bucket of the operation's plan."""
+        """Whether the operands are in the bucket of a plan of this operation; in that of its plan, once it has
+        started."""
         self.plan: GradientPlan | None = None
         """The plan, while its bucket is under way."""
         self.has_ended = False
@@ -93,7 +108,7 @@ class HandlerJob:
 
     def finish(self, results: Sequence[Any] = ()) -> None:
         """End the operation well. `results` are those that are not where the operands are."""
-        check_shapes(self.operation, results, self.result_shapes)
+        check_shapes(self.operation, results, self.details.result_shapes)
         if self.plan is not None:
             if not self.is_in_bucket:
                 copy_out(self.plan.plan.spare_arrays[0], [as_array(memory) for memory in self.inputs])
@@ -113,7 +128,7 @@ class HandlerJob:
                     if array.size:
                         array_at(address, array.size, array.dtype)[:] = array.reshape(-1)
             if self._flag is not None:
-                as_array(self._flag)[...] = flags.find(self.operation)
+                as_array(self._flag)[...] = flags.find(self.details.flag)
             self.has_ended = True
             self._library.ronde_jax_end(handle, 0, None)
 
@@ -144,19 +159,28 @@ def check_shapes(operation: GraphOperation, results: Sequence[Any], shapes: Sequ
 
 
 class OperationFlags:
-    """What is called when an operation with a flag is over, by its name. It keeps no object alive."""
+    """What is called when an operation with a flag is over. It keeps no object alive. Safe from any thread."""
 
     def __init__(self) -> None:
         self._methods: dict[str, WeakMethod[Callable[[], bool]]] = {}
+        self._lock = threading.Lock()
 
-    def set_method(self, name: str, method: Callable[[], bool]) -> None:
-        """Call the method of an object whenever the operation of this name is over. It must not wait, and returns the
-        flag."""
-        self._methods[name] = WeakMethod(method)
+    def add(self, name: str, method: Callable[[], bool]) -> str:
+        """Return by what the flag of an operation with this name is known. The method of an object is called whenever
+        the operation is over; it must not wait, and returns the flag. Objects may use one name in different
+        programs."""
+        with self._lock:
+            for number in itertools.count():
+                flag = f"{name}~{number}" if number else name
+                found = self._methods[flag]() if flag in self._methods else None
+                if found is None or found == method:
+                    self._methods[flag] = WeakMethod(method)
+                    return flag
+        raise AssertionError("count() has no end")
 
-    def find(self, operation: GraphOperation) -> bool:
-        """The flag of an operation that is over; False if its object is gone."""
-        method = self._methods[operation.name]()
+    def find(self, flag: str) -> bool:
+        """The value of a flag whose operation is over; False if its object is gone."""
+        method = self._methods[flag]()
         return method is not None and method()
 
 
@@ -182,7 +206,9 @@ class ProgramThread(OperationThread):
         if found is None:
             raise RoundEnded(f"{job.operation.kind} {job.operation.name!r}: the round is over")
         gradient_plans.take(job.operation, found)
-        job.plan, job.is_in_bucket = found, job.is_in_bucket and found.is_native
+        # The handler may have used the bucket of another plan: one of the same operation on other shapes.
+        is_in_bucket = job.is_in_bucket and job.inputs[0].address == address_of(found.plan.arrays[0])
+        job.plan, job.is_in_bucket = found, is_in_bucket
         if not job.is_in_bucket:
             copy_in([as_array(memory) for memory in job.inputs], found.plan.spare_arrays[0])
         return found.plan.start(0, spare=not job.is_in_bucket)
@@ -252,7 +278,7 @@ def run_self_test(library: FfiLibrary) -> None:
     def call(x: Any, name: str) -> Any:
         number = jax.ShapeDtypeStruct((NUMBER_BYTES,), np.uint8)
         text = GraphOperation("allreduce", name).encode()
-        started = jax.ffi.ffi_call(START, number, has_side_effect=True)(x, operation=text, result_shapes="[]")
+        started = jax.ffi.ffi_call(START, number, has_side_effect=True)(x, operation=text, details="{}")
         return jax.ffi.ffi_call(FINISH, jax.ShapeDtypeStruct(x.shape, x.dtype), has_side_effect=True)(started)
 
     thread = threading.Thread(target=end_jobs, name="ronde-self-test", daemon=True)
@@ -293,7 +319,24 @@ def is_native() -> bool:
         with _lock:
             if _state.is_native is None:
                 _state.is_native = _load()
+                call_before_shutdown(finish_programs)
+                atexit.register(_finish_programs_at_exit)  # comes before the thread stops and the round is left
     return _state.is_native
+
+
+def finish_programs() -> None:
+    """Wait for the programs with operations that JAX runs in the background: other ranks wait for theirs. Their own
+    timeouts bound it."""
+    try:
+        jax.effects_barrier()
+    except Exception as error:  # of any kind: JAX raises it again where the results are used, or when the process ends
+        logger.debug("a program has failed: %s", error)
+
+
+def _finish_programs_at_exit() -> None:
+    has_failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if not has_failed and is_initialized():
+        finish_programs()
 
 
 def _run_outside_of_traces(function: Callable[..., None], *args: Any) -> None:

@@ -12,6 +12,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakSet
+
+import numpy as np
 
 from ronde.comm.buffers import Array, address_of
 from ronde.comm.call import Memory, hash_signature
@@ -30,10 +33,12 @@ SetBucket = Callable[[str, int, int], None]
 class GradientPlan:
     """A plan in one round."""
 
-    def __init__(self, world: World, plan: Plan, operation: str) -> None:
+    def __init__(self, world: World, plan: Plan, operation: GraphOperation) -> None:
         self.world = world
         self.plan = plan
-        self.operation = operation
+        self.name = operation.name
+        self.group_id = operation.group
+        self.operation = operation.encode()
         self.is_native = False
         """Whether the native handler writes into its bucket."""
         self.is_busy = False
@@ -48,6 +53,28 @@ class GradientPlans:
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}
         self._set_bucket: SetBucket | None = None
+        self._users: dict[str, WeakSet[object]] = {}
+        """By the names of operations, the objects in whose programs they are."""
+
+    def add_user(self, name: str, user: object) -> None:
+        """Keep the plans of the operation with this name open as long as the object lives, here or on another rank."""
+        with self._lock:
+            self._users.setdefault(name, WeakSet()).add(user)
+
+    def _agree_on_unused(self, operation: GraphOperation) -> set[str]:
+        """The names of operations whose users are gone on all members of the operation's group; collective. When an
+        object is collected differs from rank to rank, and a plan that only some members close would be of no use."""
+        group = group_of(operation)
+        with self._lock:
+            names = {each.name for each in self._plans.values() if each.group_id == group.id} - {operation.name}
+            unused = {hash_signature(name): name for name in names if self._is_unused(name)}
+        mine = np.array(sorted(unused), np.uint64)
+        gathered = group.allgather(mine, name=f"{operation.name}.unused").tolist()
+        return {name for number, name in unused.items() if gathered.count(number) == group.size}
+
+    def _is_unused(self, name: str) -> bool:
+        users = self._users.get(name, self._users.get(name.rpartition("@")[0]))  # of the second one in a program
+        return users is not None and not users
 
     def use_buckets(self, set_bucket: SetBucket) -> None:
         """Tell the native library the buckets of operations, by this function."""
@@ -66,21 +93,21 @@ class GradientPlans:
         with opening:
             found = self.find(operation, arrays)
             if found is None:
-                found = GradientPlan(current_world(), _make_plan(operation, arrays), operation.encode())
-                self._add(_key_of(operation, arrays), found)
+                unused = self._agree_on_unused(operation)
+                found = GradientPlan(current_world(), _make_plan(operation, arrays), operation)
+                self._add(_key_of(operation, arrays), found, unused)
             return found
 
-    def _add(self, key: tuple[object, ...], added: GradientPlan) -> None:
+    def _add(self, key: tuple[object, ...], added: GradientPlan, unused: set[str]) -> None:
         with self._lock:
-            olds = [
-                (key, each)
-                for key, each in self._plans.items()
-                if each.operation == added.operation or each.world is not added.world
-            ]
+            same = [key for key, each in self._plans.items() if each.operation == added.operation]
+            oldest = set(same[: max(0, len(same) + 1 - MAX_PLANS)])
             dropped = [
                 (key, each)
-                for index, (key, each) in enumerate(olds)
-                if each.world is not added.world or index < len(olds) + 1 - MAX_PLANS
+                for key, each in self._plans.items()
+                if key in oldest
+                or each.world is not added.world
+                or (each.group_id == added.group_id and each.name in unused)
             ]
             for old, _ in dropped:
                 del self._plans[old]

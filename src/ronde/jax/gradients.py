@@ -25,6 +25,7 @@ from ronde.comm.world import World, current_world
 from ronde.errors import RondeError
 from ronde.jax.collectives import differentiable, flatten_arrays
 from ronde.jax.ffi_library import flags
+from ronde.jax.gradient_plans import gradient_plans
 from ronde.jax.program_operations import bind_operation, operation_name, resolve_group
 from ronde.training.agreement import fingerprint
 from ronde.training.gradient_settings import GradientSettings
@@ -224,30 +225,30 @@ def _reduce_by_dtype(
     for index, gradient in enumerate(gradients):
         by_dtype.setdefault(gradient.dtype, []).append(index)
     results, due = list(gradients), None
-    for number, (dtype, indices) in enumerate(by_dtype.items(), 1):
+    for number, indices in enumerate(by_dtype.values(), 1):
         arrays = [gradients[index] for index in indices]
         has_numbers = any(array.size for array in arrays)
-        own = msgspec.structs.replace(operation, name=f"{operation.name}.{dtype.name}", is_planned=has_numbers)
+        own = msgspec.structs.replace(operation, name=f"{operation.name}.{number}", is_planned=has_numbers)
+        if is_compared is not None:
+            gradient_plans.add_user(own.name, is_compared.__self__)  # type: ignore[attr-defined]  # a method has it
         if number == len(by_dtype) and is_compared is not None:
-            flags.set_method(own.name, is_compared)
             own = msgspec.structs.replace(own, has_flag=True)
             arrays.append(jnp.zeros(1, jnp.uint8))
-        *reduced, last = _bind_without_gradient(own, arrays)
-        if own.has_flag:
+            *reduced, last = _bind_without_gradient(own, arrays, flags.add(own.name, is_compared))
             due = last[0] > 0
         else:
-            reduced.append(last)
+            reduced = _bind_without_gradient(own, arrays)
         for index, each in zip(indices, reduced, strict=True):
             results[index] = each
     return results, due
 
 
-def _bind_without_gradient(operation: GraphOperation, arrays: Sequence[Any]) -> list[Any]:
+def _bind_without_gradient(operation: GraphOperation, arrays: Sequence[Any], flag: str = "") -> list[Any]:
     def backward(_: Sequence[Any]) -> list[Any]:
         raise NotImplementedError("averaged gradients have no gradient of their own; use ronde.jax.allreduce for one")
 
     if operation.has_flag:
-        return bind_operation(operation, [*map(jax.lax.stop_gradient, arrays[:-1]), arrays[-1]])
+        return bind_operation(operation, [*map(jax.lax.stop_gradient, arrays[:-1]), arrays[-1]], flag=flag)
     return differentiable(lambda *xs: bind_operation(operation, xs), backward, arrays)
 
 

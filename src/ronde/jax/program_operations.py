@@ -2,7 +2,8 @@
 
 Operations of programs are matched by name, because XLA runs the parts of a program in any order. A name that the caller
 does not give is made of the place of the call (file, line, function), of the function that is traced, and of how many
-times that place has added an operation to this trace.
+times that place has added an operation to this trace. JAX traces a function once for all of its calls, so a name that
+is in the program already gets one more number when the program is lowered.
 
 The primitive has an effect, so it runs also if nobody uses its result. XLA runs it by the handlers of ffi_library,
 which block no thread. Where that cannot be used it is an ordered callback to Python, and the callbacks of a program run
@@ -41,7 +42,7 @@ from ronde.comm.group import Group
 from ronde.comm.operations import AllgatherWork
 from ronde.comm.world import current_world
 from ronde.errors import RondeError
-from ronde.jax.ffi_library import FINISH, NUMBER_BYTES, START, check_shapes, flags, is_native
+from ronde.jax.ffi_library import FINISH, NUMBER_BYTES, START, OperationDetails, check_shapes, flags, is_native
 from ronde.jax.gradient_plans import copy_in, copy_out, gradient_plans, is_planned
 from ronde.training.graph_errors import describe_error
 from ronde.training.graph_operations import (
@@ -105,6 +106,29 @@ def backward_name(name: str) -> str:
     return operation_name("", f"{name}.backward") if name else ""
 
 
+class LoweringCache(dict[Any, Any]):
+    """What JAX has lowered of a program, by function, for the next call of that function. Functions with operations are
+    not kept: each of their calls is lowered, so that its operations get names of their own."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        parts = key if isinstance(key, tuple) else (key,)
+        if not any(COLLECTIVE_EFFECT in getattr(part, "effects", ()) for part in parts):
+            super().__setitem__(key, value)
+
+
+def name_in_program(operation: GraphOperation, context: Any) -> GraphOperation:
+    """The operation with a name that is not yet in the program that is lowered. Called once for each of its calls."""
+    for name in ("lowering_cache", "cached_primitive_lowerings"):
+        cache = getattr(context, name)
+        if not isinstance(cache, LoweringCache):
+            setattr(context, name, LoweringCache(cache))
+    # In the cache itself: the contexts of parts of the program have it in common.
+    counts = context.cached_primitive_lowerings.setdefault(("ronde", "names"), Counter())
+    number = counts[operation.group, operation.name]
+    counts[operation.group, operation.name] += 1
+    return msgspec.structs.replace(operation, name=f"{operation.name}@{number}") if number else operation
+
+
 def find_call_site() -> str:
     """Where the user's code has called ronde, as file:line:function."""
     frame = sys._getframe(1)
@@ -147,9 +171,11 @@ class ShapedOperations:
     exist = False
 
 
-def bind_operation(operation: GraphOperation, xs: Sequence[Any], num_rows: int | None = None) -> list[Any]:
+def bind_operation(
+    operation: GraphOperation, xs: Sequence[Any], num_rows: int | None = None, flag: str = ""
+) -> list[Any]:
     """Run an operation, or add it to the program that is traced. `num_rows` is that of the result of an allgather, if
-    it is known; else all members give equally many in a program."""
+    it is known; else all members give equally many in a program. `flag` is by what OperationFlags knows its flag."""
     arrays = [each if isinstance(each, jax.Array) else jnp.asarray(each) for each in xs]
     is_traced = find_trace() is not None
     if is_traced and operation.kind not in SAME_SHAPE:
@@ -160,7 +186,7 @@ def bind_operation(operation: GraphOperation, xs: Sequence[Any], num_rows: int |
         size = xs[0].shape[0] * size if num_rows is None else num_rows
     if is_traced and operation.kind in ("allgather", "alltoall") and num_rows is None:
         operation = msgspec.structs.replace(operation, equal_rows=True)
-    found: list[Any] = collective_p.bind(*arrays, operation=operation, size=size, ordered=ordered)
+    found: list[Any] = collective_p.bind(*arrays, operation=operation, size=size, ordered=ordered, flag=flag)
     return found
 
 
@@ -177,22 +203,22 @@ def _result_shapes(operation: GraphOperation, shapes: Sequence[tuple[int, ...]],
     return [(num_rows, *rest), (size,)]
 
 
-def _abstract_eval(*avals: Any, operation: GraphOperation, size: int, ordered: bool) -> Any:
+def _abstract_eval(*avals: Any, operation: GraphOperation, size: int, ordered: bool, flag: str) -> Any:
     shapes = _result_shapes(operation, [aval.shape for aval in avals], size)
     dtypes = [*(aval.dtype for aval in avals), np.dtype(np.int32)]
     results = [core.ShapedArray(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
     return results, {_OrderedIOEffect if ordered else COLLECTIVE_EFFECT}
 
 
-def _run_eagerly(*xs: Any, operation: GraphOperation, size: int, ordered: bool) -> list[Any]:
-    return [_as_jax(array, xs[0]) for array in _run_with_flag(operation, [np.asarray(x) for x in xs])]
+def _run_eagerly(*xs: Any, operation: GraphOperation, size: int, ordered: bool, flag: str) -> list[Any]:
+    return [_as_jax(array, xs[0]) for array in _run_with_flag(operation, flag, [np.asarray(x) for x in xs])]
 
 
-def _run_with_flag(operation: GraphOperation, arrays: list[Array]) -> list[Array]:
+def _run_with_flag(operation: GraphOperation, flag: str, arrays: list[Array]) -> list[Array]:
     if not operation.has_flag:
         return run_operation(operation, arrays)
     results = run_operation(operation, arrays[:-1])
-    return [*results, np.array([flags.find(operation)], arrays[-1].dtype)]
+    return [*results, np.array([flags.find(flag)], arrays[-1].dtype)]
 
 
 collective_p.def_effectful_abstract_eval(_abstract_eval)
@@ -271,27 +297,29 @@ def _check_devices(context: Any) -> None:
     )
 
 
-def _lower_native(ctx: Any, *operands: Any, operation: GraphOperation, size: int, ordered: bool) -> Any:
+def _lower_native(ctx: Any, *operands: Any, operation: GraphOperation, size: int, ordered: bool, flag: str) -> Any:
     if ordered:
-        return _lower_python(ctx, *operands, operation=operation, size=size, ordered=ordered)
+        return _lower_python(ctx, *operands, operation=operation, size=size, ordered=ordered, flag=flag)
     _check_devices(ctx.module_context.axis_context)
+    operation = name_in_program(operation, ctx.module_context)
     number = core.ShapedArray((NUMBER_BYTES,), np.dtype(np.uint8))
-    shapes = [] if operation.kind in SAME_SHAPE else [aval.shape for aval in ctx.avals_out]
+    shapes = () if operation.kind in SAME_SHAPE else tuple(aval.shape for aval in ctx.avals_out)
     start = jax.ffi.ffi_lowering(START, has_side_effect=True)
     started = start(
         ctx.replace(avals_out=[number]),
         *operands,
         operation=operation.encode(),
-        result_shapes=msgspec.json.encode(shapes).decode(),
+        details=OperationDetails(shapes, flag).encode(),
     )
     finish = jax.ffi.ffi_lowering(FINISH, has_side_effect=True)
     return finish(ctx.replace(avals_in=[number]), *started)
 
 
-def _lower_python(ctx: Any, *operands: Any, operation: GraphOperation, size: int, ordered: bool) -> Any:
+def _lower_python(ctx: Any, *operands: Any, operation: GraphOperation, size: int, ordered: bool, flag: str) -> Any:
     """A callback to Python, for other devices than CPUs and where the handlers cannot be used."""
     _check_devices(ctx.module_context.axis_context)
-    callback = functools.partial(_call_back, operation, [aval.shape for aval in ctx.avals_out])
+    operation = name_in_program(operation, ctx.module_context)
+    callback = functools.partial(_call_back, operation, flag, [aval.shape for aval in ctx.avals_out])
     token = ctx.tokens_in.get(_OrderedIOEffect) if ordered else None
     results, token, _ = emit_python_callback(
         ctx,
@@ -309,28 +337,32 @@ def _lower_python(ctx: Any, *operands: Any, operation: GraphOperation, size: int
     return results
 
 
-def _call_back(operation: GraphOperation, shapes: Sequence[tuple[int, ...]], *arrays: Any) -> tuple[Array, ...]:
+def _call_back(
+    operation: GraphOperation, flag: str, shapes: Sequence[tuple[int, ...]], *arrays: Any
+) -> tuple[Array, ...]:
     try:
         with names_in_python.hold([operation]):
-            results = _run_with_flag(operation, [np.asarray(array) for array in arrays])
+            results = _run_with_flag(operation, flag, [np.asarray(array) for array in arrays])
         check_shapes(operation, results, shapes)
         return tuple(results)
     except (RondeError, ValueError, TypeError) as error:
         raise RuntimeError(describe_error(error)) from error
 
 
-mlir.register_lowering(collective_p, _lower_python)
-mlir.register_lowering(collective_p, _lower_native, platform="cpu")
+mlir.register_lowering(collective_p, _lower_python, cacheable=False)
+mlir.register_lowering(collective_p, _lower_native, platform="cpu", cacheable=False)
 
 
 # --- vmap ------------------------------------------------------------------------------------------------------------
 
 
-def _batch(xs: Sequence[Any], dims: Sequence[Any], *, operation: GraphOperation, size: int, ordered: bool) -> Any:
+def _batch(
+    xs: Sequence[Any], dims: Sequence[Any], *, operation: GraphOperation, size: int, ordered: bool, flag: str
+) -> Any:
     """One operation for the whole batch. The rows of an allgather and its siblings stay in front."""
     place = 0 if operation.kind in SAME_SHAPE else 1
     moved = [x if dim is None else jnp.moveaxis(x, dim, place) for x, dim in zip(xs, dims, strict=True)]
-    results = collective_p.bind(*moved, operation=operation, size=size, ordered=ordered)
+    results = collective_p.bind(*moved, operation=operation, size=size, ordered=ordered, flag=flag)
     if operation.kind in SAME_SHAPE:
         return results, [dim if dim is None else 0 for dim in dims]
     return results, [1, *[None] * (len(results) - 1)]

@@ -27,7 +27,8 @@ def describe_error(error: Exception) -> str:
     with _lock:
         _last_number += 1
         number = _last_number
-        _kept[number] = error
+        # Without its traceback, whose frames have arrays in them.
+        _kept[number] = error.with_traceback(None)
         if len(_kept) > MAX_KEPT_ERRORS:
             _kept.popitem(last=False)
     return f"{error or type(error).__name__} [ronde error {number}]"

@@ -3,10 +3,12 @@ is written into a file of the folder, named after its rank."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,18 @@ def time_out() -> None:
         write("waited")
 
 
+def end_while_programs_run(calls_shutdown: bool) -> None:
+    """Only rank 0 waits for its programs."""
+    add = jax.jit(lambda x: rj.allreduce(x, op="mean", name="last") + 1.0)
+    x, rank = jnp.zeros(50_000), ronde.rank()
+    for _ in range(30):
+        x = add(x)
+    if rank == 0:
+        write(str(np.asarray(x)[0]))
+    if not calls_shutdown:
+        sys.exit()
+
+
 def begin_rounds() -> None:
     """Compiled programs work in the next round, and their errors are those of that round."""
     add = jax.jit(lambda x: rj.allreduce(x, name="rounds"))
@@ -140,12 +154,15 @@ def give_memory_away_and_go_on() -> None:
     go_on_after_a_loss(donates=True)
 
 
-ronde.init()
-{
+CASES: dict[str, Callable[[], None]] = {
     "step": lose_a_rank_in_a_step,
     "timeout": time_out,
+    "shutdown": functools.partial(end_while_programs_run, calls_shutdown=True),
+    "exit": functools.partial(end_while_programs_run, calls_shutdown=False),
     "rounds": begin_rounds,
     "elastic": go_on_after_a_loss,
     "donated": give_memory_away_and_go_on,
-}[CASE]()
+}
+ronde.init()
+CASES[CASE]()
 ronde.shutdown()

@@ -129,14 +129,29 @@ def check_functions_of_functions() -> None:
     assert values(checked(batch)) == [np.full((3, 2), 2.0).tolist()]
 
 
-def check_two_of_one_name_that_do_not_need_each_other_are_refused() -> None:
-    inner = jax.jit(lambda x: rj.allreduce(x, name="twice at once"))
-    both = jax.jit(lambda x, y: (inner(x), inner(y)))
-    if is_native():
-        found = error_of(lambda: both(jnp.ones(2), jnp.ones(2)))
-        assert isinstance(found, ronde.Mismatch) and "twice at once" in str(found), repr(found)
-    else:  # callbacks run one after the other
-        assert values(*both(jnp.ones(2), jnp.ones(2))) == [[2.0, 2.0]] * 2
+def check_each_call_of_a_function_has_operations_of_its_own() -> None:
+    """Also if one rank has more to compute before the first call, and the other before the second."""
+    inner = jax.jit(lambda x: rj.allreduce(x))
+
+    def compute(a: Any, b: Any, before_a: Any, before_b: Any) -> Any:
+        a, b = (
+            jax.lax.fori_loop(0, num_steps, lambda _, y: jnp.tanh(y @ y) * 0.0 + y, x)
+            for x, num_steps in ((a, before_a), (b, before_b))
+        )
+        return inner(a), inner(b)
+
+    numbers = (1, 50) if ronde.rank() else (50, 1)
+    for _ in range(3):
+        a, b = jax.jit(compute)(jnp.full((200, 200), 1.0), jnp.full((200, 200), 10.0), *numbers)
+        assert (np.asarray(a) == 2.0).all() and (np.asarray(b) == 20.0).all()
+
+    def body(carry: Any, x: Any) -> Any:
+        return carry + rj.allreduce(x), None
+
+    def scan_twice(xs: Any, ys: Any) -> Any:
+        return jax.lax.scan(body, 0.0, xs)[0], jax.lax.scan(body, 0.0, ys)[0]
+
+    assert values(*jax.jit(scan_twice)(jnp.ones(5), jnp.full(5, 3.0))) == [10.0, 30.0]
 
 
 def check_several_devices_are_refused() -> None:
@@ -159,6 +174,11 @@ def check_mistakes_in_programs_are_errors_on_both_ranks() -> None:
     odd = bool(ronde.rank())
     found = error_of(lambda: jax.jit(lambda x: rj.allreduce(x, name="shapes"))(jnp.ones(4 if odd else 3)))
     assert isinstance(found, ronde.Mismatch) and "3" in str(found) and "4" in str(found)
+    for kinds in ((jnp.int32, jnp.int32), (jnp.int8, jnp.bfloat16)):  # of one array, and of one in a tree
+        trees = [{"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2, kind)} for kind in kinds]
+        tree = {"a": jnp.ones(2), "b": trees[ronde.rank()]["b"]} if odd else trees[0]
+        found = error_of(lambda tree=tree: jax.jit(lambda x: rj.allreduce(x, name="kinds"))(tree))  # type: ignore[misc]
+        assert isinstance(found, ronde.Mismatch) and "dtype" in str(found), repr(found)
     with pytest.raises(TypeError, match="complex64 is not supported"):
         jax.jit(lambda x: rj.allreduce(x))(jnp.ones(2, jnp.complex64))
     with pytest.raises(ValueError, match="tree of arrays is empty"):

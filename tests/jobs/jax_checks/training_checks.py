@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,72 @@ def check_training_is_that_of_one_process_with_all_the_data() -> None:
     summed = train(optax.chain(rj.average_gradients(op="sum"), optax.scale(-0.1)), mine)
     averaged = train(optax.chain(rj.average_gradients(predivide=2.0), optax.scale(-0.2)), mine)
     np.testing.assert_allclose(summed["w"], averaged["w"], rtol=1e-5)
+
+
+def check_a_step_may_be_in_a_program_twice() -> None:
+    optimizer = optax.chain(rj.average_gradients(name="twice"), optax.sgd(0.1))
+
+    def train_step(params: Any, state: Any) -> Any:
+        gradients = jax.grad(lambda p: (p * (ronde.rank() + 1.0)).sum())(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step, params = jax.jit(train_step), jnp.zeros(3)
+    for _ in range(3):
+        params, _ = jax.jit(lambda params: step(*step(params, optimizer.init(params))))(params)
+    np.testing.assert_allclose(params, np.full(3, -0.9), rtol=1e-5)
+
+
+def check_gradients_of_other_shapes_and_types_under_the_same_name() -> None:
+    """As many bytes, so they would fit into the memory of those before."""
+    average = rj.average_gradients(name="other shapes", compare_at_step=0)
+    compute = jax.jit(lambda gradients: average.update(gradients, ())[0])
+    kinds: list[Any] = [((6,), jnp.float32), ((2, 3), jnp.float32), ((12,), jnp.bfloat16), ((12,), jnp.float16)]
+    for shape, dtype in kinds * 2:
+        for number in range(3):
+            found = np.asarray(compute(jnp.full(shape, 4.0 * number + 2 * ronde.rank(), dtype)), np.float32)
+            assert (found == 4.0 * number + 1.0).all(), (shape, dtype, number, found)
+
+
+def check_an_optimizer_that_is_gone_on_one_rank_only_may_be_made_again() -> None:
+    def make_function(name: str) -> Any:
+        average = rj.average_gradients(name=name)
+        return jax.jit(lambda gradients: average.update(gradients, ())[0])
+
+    def use(function: Any, num_rows: int) -> None:
+        for number in range(3):
+            found = np.asarray(function(jnp.full(num_rows, 4.0 * number + 2 * ronde.rank())))
+            assert (found == 4.0 * number + 1.0).all(), (number, found)
+
+    for is_kept in (bool(ronde.rank()), False):
+        first = make_function("gone")
+        use(first, 5)
+        kept = first if is_kept else None
+        del first
+        gc.collect()
+        use(make_function("meanwhile"), 7)
+        use(make_function("gone"), 5)
+        del kept
+
+
+def check_optimizers_of_one_name_in_different_programs_count_their_own_steps() -> None:
+    """Rank 1 traces a program once more than rank 0. Both compare the parameters in the same step."""
+
+    def make_step() -> Any:
+        optimizer = optax.chain(rj.average_gradients(name="shared", compare_at_step=3), optax.sgd(0.1))
+
+        def train_step(params: Any, x: Any) -> Any:
+            gradients = jax.grad(lambda p: (p * x.sum()).sum())(params)
+            updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+            return optax.apply_updates(params, updates)
+
+        return jax.jit(train_step)
+
+    first, second = make_step(), make_step()
+    params = jnp.zeros(3)
+    for step, num_rows in ((first, 2), (first, 2), (second, 2), (first, 2 + ronde.rank()), (second, 2), (second, 2)):
+        params = step(params, jnp.full(num_rows, 2.0 / num_rows))
+    np.testing.assert_allclose(params, np.full(3, -1.2), rtol=1e-5)
 
 
 def check_value_and_grad() -> None:
