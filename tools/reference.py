@@ -20,6 +20,7 @@ import msgspec
 
 import ronde
 import ronde.dash
+import ronde.data
 import ronde.elastic
 import ronde.errors
 import ronde.ps
@@ -58,7 +59,7 @@ def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
     yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md),"
-    yield "[ronde.ps](ps.md) and [ronde.dash](dash.md) have their own, and there are pages for what"
+    yield "[ronde.data](data.md), [ronde.ps](ps.md) and [ronde.dash](dash.md) have their own, and there are pages for what"
     yield "[metrics](metrics.md) and [events](events.md) hold. Everything else may change without notice."
     yield from _describe_names(ronde)
 
@@ -112,6 +113,12 @@ def dash_page() -> Iterator[str]:
     yield f"# Names of ronde.dash\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde.dash`. The [guide](../guides/report.md) shows how to use them."
     yield from _describe_names(ronde.dash)
+
+
+def data_page() -> Iterator[str]:
+    yield f"# Names of ronde.data\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.data`. The [guide](../guides/data.md) shows how to use them."
+    yield from _describe_names(ronde.data)
 
 
 def metrics_page() -> Iterator[str]:
@@ -443,6 +450,7 @@ def pages() -> dict[Path, str]:
         "elastic.md": elastic_page(),
         "dash.md": dash_page(),
         "ps.md": ps_page(),
+        "data.md": data_page(),
         "settings.md": settings_page(),
         "run.md": run_page(),
         "errors.md": errors_page(),

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from split import choose_split
 
 import ronde
+from ronde.data import choose_split
 
 __all__ = ["write_digits"]
 

@@ -1,8 +1,7 @@
-"""The prepared images as a dataset of PyTorch. The arrays are mapped: only what is used comes into memory."""
+"""The prepared images as a dataset of PyTorch. Only what is used comes into memory."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +10,49 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ronde.data import open_dataset
+from ronde.data.files import open_folder
+from ronde.data.shards import DataIndex, OpenBlock
+from ronde.data.shards import read_index as read_data_index
+
 __all__ = ["Images", "crop_centre", "crop_randomly", "make_loader", "read_index"]
 
 Batch = tuple[Tensor, Tensor]
 
 
-def read_index(cache: Path) -> dict[str, Any]:
-    """What prepare wrote down: classes, size, labels of each split."""
-    index: dict[str, Any] = json.loads((cache / "index.json").read_text(encoding="utf-8"))
-    return index
+def read_index(cache: Path) -> DataIndex:
+    """What was prepared: classes, and the shards of each split."""
+    return read_data_index(open_folder(cache))
 
 
 class Images(Dataset[Batch]):
     """One split. Batches are fetched as a whole: bytes (batch, rows, columns, 3), and labels."""
 
     def __init__(self, cache: Path, split: str) -> None:
-        facts = read_index(cache)["splits"][split]
-        self.labels = torch.tensor(facts["labels"])
-        self._shard_length: int = facts["shard_length"]
-        self._files = [cache / f"{split}-{number:05d}.npy" for number in range(-(-len(self) // self._shard_length))]
-        self._maps: dict[int, Any] = {}
+        self._reader = open_dataset(cache, split=split)
+        self._ends = np.cumsum(self._reader.table.lengths)
+        """Of the blocks, in images."""
+        self._blocks: dict[int, OpenBlock] = {}
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        images = [self._map(index // self._shard_length)[index % self._shard_length] for index in indices]
-        return torch.from_numpy(np.stack(images)), self.labels[indices]
+        samples = [self._read(index) for index in indices]
+        images = torch.from_numpy(np.stack([sample["image"] for sample in samples]))
+        return images, torch.tensor([sample["label"] for sample in samples])
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # a worker process maps the files itself
+        return {**self.__dict__, "_blocks": {}}  # a worker process opens files itself
 
-    def _map(self, number: int) -> Any:  # NumPy's memmap
-        if number not in self._maps:
-            self._maps[number] = np.load(self._files[number], mmap_mode="r")
-        return self._maps[number]
+    def _read(self, index: int) -> dict[str, Any]:
+        block = int(np.searchsorted(self._ends, index, side="right"))
+        if block not in self._blocks:
+            self._blocks[block] = self._reader.open(block)
+        return self._blocks[block].read(index - int(self._ends[block]) + int(self._reader.table.lengths[block]))
 
 
 def make_loader(images: Images, sampler: Sampler[int], batch_size: int, num_workers: int = 0) -> DataLoader[Batch]:

@@ -9,23 +9,16 @@ were added, and only these are added to FOLDER. Images are linked, not copied, w
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shutil
 from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 
 from folder import ENDINGS, SPLITS
 
-__all__ = ["choose_split", "split_images"]
+from ronde.data import choose_split
 
-
-def choose_split(name: str, shares: Mapping[str, float]) -> str:
-    """The split of an image by its name alone; the shares need not add up to 1."""
-    place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48  # at least 0, below 1
-    bounds = accumulate(share / sum(shares.values()) for share in shares.values())
-    return next((split for split, bound in zip(shares, bounds, strict=True) if place < bound), "train")
+__all__ = ["split_images"]
 
 
 def split_images(source: Path, folder: Path, shares: Mapping[str, float]) -> dict[str, int]:

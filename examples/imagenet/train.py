@@ -38,14 +38,14 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.options = options
         self.device = torch.device(f"cuda:{ronde.local_rank()}" if torch.cuda.is_available() else "cpu")
-        self.splits = {name: Images(cache, name) for name in read_index(cache)["splits"]}
+        self.splits = {name: Images(cache, name) for name in read_index(cache).splits}
         self.sampler = ShardedSampler(self.splits["train"], seed=options.seed)
         self.loader = make_loader(self.splits["train"], self.sampler, options.batch_size, options.workers)
         steps_per_epoch = -(-len(self.sampler) // options.batch_size)
         self.num_steps = steps_per_epoch * options.epochs
         self.step = 0
 
-        num_classes = len(read_index(cache)["classes"])
+        num_classes = len(read_index(cache).classes)
         self.model = AlexNet(num_classes, image_size=options.image_size, width=options.width).to(self.device)
         ronde.torch.broadcast_parameters(self.model)
         lr = ronde.torch.scale_lr(options.lr, rule="sqrt")

@@ -13,7 +13,8 @@ RuntimeError
     ├── ProtocolError      a message that no ronde of this version sends, or that was changed on its way
     ├── JobFailed          a job that ronde.run() started has failed
     ├── OutOfSync          ranks hold different parameters
-    └── CheckpointError    a checkpoint cannot be written or read
+    ├── CheckpointError    a checkpoint cannot be written or read
+    └── DataError          data cannot be read, are damaged, or are not to be trusted
 ValueError
 └── Mismatch               members asked for different things; raised on every member
 """
@@ -26,6 +27,7 @@ from types import MappingProxyType
 
 __all__ = [
     "CheckpointError",
+    "DataError",
     "JobFailed",
     "JobFinished",
     "LeftBehind",
@@ -136,6 +138,11 @@ class OutOfSync(RondeError):
 
 class CheckpointError(RondeError):
     """A checkpoint cannot be written or read; the message names its path."""
+
+
+class DataError(RondeError):
+    """Data cannot be read or written, are damaged, or hold what is not to be trusted; the message names the file, and
+    the offset if it is known."""
 
 
 class Mismatch(ValueError):

@@ -15,11 +15,13 @@ import pytest
 from PIL import Image
 
 from ronde.dash import RunHistory, read_log
+from ronde.data import open_dataset
 from tests.commands import PROGRAMS, ROOT, output_of, run_command
 from tests.jobs.test_readme import PAGES, blocks
 from tests.jobs.test_readme import run as run_page
 from tests.limits import LONG_S, LONG_TEST_S
 from tests.services import needs
+from tests.unit.data.test_readers import read_all
 
 EXAMPLES = ROOT / "examples"
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
@@ -75,6 +77,16 @@ def test_uneven_data_train_one_model() -> None:
     printed = run([EXAMPLES / "uneven_data.py"])
     assert "batches by rank: [10, 20]" in printed
     assert "found [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]" in printed
+
+
+def test_prepared_data_are_read_and_every_sample_counts() -> None:
+    printed = run([EXAMPLES / "stream.py"])
+    found = re.search(r"accuracy ([\d.]+)% on (\d+) samples with 2 ranks", printed)
+    assert found, printed
+    assert float(found[1]) > 93
+    num_train = re.search(r"(\d+) samples of \1, ", printed)
+    assert num_train, printed
+    assert int(num_train[1]) + int(found[2]) == 1797
 
 
 def test_two_tasks_learn_with_a_common_trunk() -> None:
@@ -273,15 +285,15 @@ def test_images_are_prepared_once_and_a_bad_one_is_named(folder: Path, tmp_path:
     finally:
         bad.unlink()
     assert done.returncode == 1
-    assert f"cannot read the image {bad}" in done.stderr
-    assert [path.suffix for path in cache.iterdir()] == [".unfinished"]
+    assert "cut_image failed for sample 'train/dark/bad.png'" in done.stderr
+    assert not list(cache.glob("*/index.json"))
 
     (made,) = re.findall(r"prepared: (.*)", run(program, 2))
-    files = {path.name: path.stat().st_mtime_ns for path in Path(made).iterdir()}
-    assert sum(name.startswith("train-") for name in files) == 8
+    files = {path: path.stat().st_mtime_ns for path in Path(made).rglob("*")}
+    assert {path.name for path in files} >= {"index.json", "train", "val", "test", "00000.shard"}
     run(program, 1)  # as many ranks as one likes
-    assert {path.name: path.stat().st_mtime_ns for path in Path(made).iterdir()} == files
-    images = np.concatenate([np.load(path) for path in sorted(Path(made).glob("train-*.npy"))])
+    assert {path: path.stat().st_mtime_ns for path in Path(made).rglob("*")} == files
+    images = np.stack([sample["image"] for sample in read_all(open_dataset(made, split="train"))])
     assert images.shape == (32, 32, 32, 3)
     assert (images[:16].mean() > 150) and (images[16:].mean() < 100)  # bright before dark: classes by their names
 

@@ -15,7 +15,7 @@ PAGES = [
     if path.name != "CHANGELOG.md"
 ]
 MODULE = re.compile(
-    r"`(?:src/ronde/)?((?:cli|comm|coordinator|elastic|launch|net|observe|torch|training|dash)/[\w/]*)(?:\.py)?`"
+    r"`(?:src/ronde/)?((?:cli|comm|coordinator|elastic|launch|net|observe|torch|training|dash|data)/[\w/]*)(?:\.py)?`"
 )
 EACH = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES]
 

@@ -1,5 +1,5 @@
-"""The public names of ronde, of its packages for frameworks, of ronde.elastic and of ronde.dash are lists that
-docs/reference shows. A new name shows there."""
+"""The public names of ronde, of its packages for frameworks, of ronde.elastic, ronde.data and ronde.dash are
+lists that docs/reference shows. A new name shows there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 import ronde
 import ronde.dash
+import ronde.data
 import ronde.elastic
 import ronde.ps
 import ronde.torch
@@ -25,8 +26,9 @@ PAGES = pytest.mark.parametrize(
         (ronde.elastic, "elastic.md"),
         (ronde.ps, "ps.md"),
         (ronde.dash, "dash.md"),
+        (ronde.data, "data.md"),
     ],
-    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.ps", "ronde.dash"],
+    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.ps", "ronde.dash", "ronde.data"],
 )
 
 

@@ -18,6 +18,7 @@ from ronde.keras import callbacks
 from ronde.keras.batch_norm import SyncBatchNormalization
 from ronde.keras.optimizer import DistributedOptimizer, load_model
 from ronde.keras.sharding import ShardedArrays, shard
+from ronde.keras.stream_dataset import StreamPyDataset
 from ronde.keras.variables import broadcast_parameters, check_in_sync
 from ronde.training.metrics import average_metrics
 
@@ -25,6 +26,7 @@ __all__ = [
     "DistributedOptimizer",
     "OutOfSync",
     "ShardedArrays",
+    "StreamPyDataset",
     "SyncBatchNormalization",
     "average_metrics",
     "broadcast_parameters",

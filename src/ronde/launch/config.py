@@ -3,7 +3,7 @@ file, the file than defaults. Used by `ronde run` and `ronde doctor`.
 
 launch_options() lists everything that `ronde run` can be asked for, each option once with its flag, its key in a file,
 its kind and its meaning; every setting that a user may choose is one of them. A file's keys are the flags with
-underscores, and `command`.
+underscores, and `command`; a job file has them in its section `run`, beside the sections of other commands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,6 +27,8 @@ from ronde.settings import ASSIGNED_BY_LAUNCHER, describe_settings, parse_settin
 
 OptionKind: TypeAlias = Literal["whole", "seconds", "range", "text", "hosts", "choice", "switch", "many", "setting"]
 """A "range" is two numbers of seconds, the first not above the second."""
+
+SectionOptions = TypeVar("SectionOptions", bound=msgspec.Struct)
 
 RANKS, ELASTIC = "Ranks and hosts", "A number of ranks that changes, and restarts"
 REMOTE, RANK_ENV = "Other hosts", "What ranks get"
@@ -337,6 +339,8 @@ def read_config(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold keys and values, as in `num_ranks: 4`, got a {type(found).__name__}")
+    if not found.keys().isdisjoint(JOB_SECTIONS):
+        found = _choose_section(path, "run", found, lines)
     values = {name: _read_key(path, name, value) for name, value in found.items() if value is not None}
     if "env" in values:
         variables = []
@@ -345,6 +349,45 @@ def read_config(path: str) -> dict[str, Any]:
             variables.append((text, f"{path}, line {line}: env:" if line else f"{path}: env:"))  # an anchor has no line
         values["env"] = tuple(variables)
     return values
+
+
+JOB_SECTIONS = ("run", "data", "search", "export", "predict", "serve")
+"""The sections of a job file, one for each command. `run` has what a file with only the keys of `ronde run` has."""
+
+
+def read_section(path: str, section: str, kind: type[SectionOptions]) -> SectionOptions:
+    """Return the section of a job file. `kind` is a struct that forbids unknown fields. ValueError names the file, the
+    key and its line."""
+    found, lines = _load_yaml(path)
+    if not isinstance(found, dict) or section not in found:
+        raise ValueError(f"{path} has no section `{section}:`")
+    values = _choose_section(path, section, found, lines)
+    known = kind.__struct_fields__
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            line = lines.get((section, str(name)))
+            raise ValueError(f"{path}, line {line}: unknown key {str(name)!r} in the section {section!r}; {advice}")
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        name = next((name for name in values if f"$.{name}" in str(error)), "")
+        where = f", line {lines[section, str(name)]}" if (section, str(name)) in lines else ""
+        raise ValueError(f"{path}{where}: {section}: {error}") from None
+
+
+def _choose_section(
+    path: str, section: str, found: Mapping[Any, Any], lines: Mapping[tuple[str, str], int]
+) -> dict[Any, Any]:
+    for name in found:
+        if name not in JOB_SECTIONS:
+            line = lines.get(("", str(name)))
+            raise ValueError(f"{path}, line {line}: unknown section {str(name)!r}; there are {', '.join(JOB_SECTIONS)}")
+    values = found.get(section)
+    if not isinstance(values, dict | None):
+        raise ValueError(f"{path}: the section {section!r} must hold keys and values, got {values!r}")
+    return {name: value for name, value in (values or {}).items() if value is not None}
 
 
 def _load_yaml(path: str) -> tuple[object, dict[tuple[str, str], int]]:

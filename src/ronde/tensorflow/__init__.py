@@ -29,6 +29,7 @@ from ronde.tensorflow.collectives import (
 from ronde.tensorflow.gradients import reduce_gradients
 from ronde.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from ronde.tensorflow.sharding import ShardedDataset, shard
+from ronde.tensorflow.stream_dataset import stream_dataset
 from ronde.training.gradient_settings import GradientSettings
 from ronde.training.graph_errors import find_error
 from ronde.training.metrics import average_metrics
@@ -56,4 +57,5 @@ __all__ = [
     "reduce_scatter",
     "shard",
     "size_op",
+    "stream_dataset",
 ]

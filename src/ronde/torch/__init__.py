@@ -37,6 +37,7 @@ from ronde.torch.elastic_sampler import ElasticBatchSampler
 from ronde.torch.learning_rate import cosine, milestones, scale_lr, warmup
 from ronde.torch.optimizer import Distributed, DistributedOptimizer
 from ronde.torch.sampler import ShardedSampler
+from ronde.torch.stream_dataset import StreamDataset
 from ronde.torch.sync_check import SyncCheck, check_in_sync
 from ronde.torch.tensors import TensorWork
 from ronde.training.gradient_settings import GradientSettings
@@ -53,6 +54,7 @@ __all__ = [
     "OutOfSync",
     "Restored",
     "ShardedSampler",
+    "StreamDataset",
     "SyncBatchNorm",
     "SyncCheck",
     "TensorWork",

@@ -30,12 +30,13 @@ from ronde.comm.buffers import Array
 TAIL_POLICIES = ("pad", "drop", "uneven")
 
 
-def epoch_order(length: int, *, epoch: int, seed: int, shuffle: bool) -> Array:
-    """The order of the samples in an epoch: equal for equal arguments, with any version of NumPy."""
+def epoch_order(length: int, *, epoch: int, seed: int, shuffle: bool, key: tuple[int, ...] = ()) -> Array:
+    """The order of the samples in an epoch: equal for equal arguments, with any version of NumPy. Other keys give other
+    orders, for example one for each block of the data; zeros at the end of a key do not count."""
     if not shuffle:
         return np.arange(length)
     # A bit generator's stream is promised to stay as it is; that of Generator.permutation is not.
-    bits = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(length)
+    bits = np.random.Philox(np.random.SeedSequence([seed, epoch, *key])).random_raw(length)
     return np.argsort(bits, kind="stable")
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import ronde
 import ronde.elastic
 from ronde.comm.buffers import Array
+from ronde.data import Stream
 from ronde.elastic import State
-from ronde.keras import DistributedOptimizer, shard
+from ronde.keras import DistributedOptimizer, StreamPyDataset, shard
 from ronde.keras.callbacks import TrackState
 from tests.jobs.keras_checks.common import (
     BACKEND,
@@ -26,6 +27,7 @@ from tests.jobs.keras_checks.common import (
     mine,
     values,
 )
+from tests.unit.data.made_data import data_of_all_ranks
 
 
 def make_model(optimizer: Any) -> tuple[Any, State]:
@@ -188,3 +190,28 @@ def check_fit_counts_batches_and_epochs_in_the_state() -> None:
     assert seen == [(epoch, index, index * batch) for epoch in range(2) for index in range(4)], seen
     assert (state.steps, state.epoch, state.batch, sharded.epoch) == (8, 2, 0, 2)
     assert "commit_every" in error_of(lambda: TrackState(state, commit_every=0))
+
+
+def check_fit_takes_a_stream_and_every_epoch_has_all_samples() -> None:
+    with data_of_all_ranks([30, 0, 9]) as folder:
+        seen: list[int] = []
+
+        def make_pair(sample: dict[str, Any]) -> tuple[Any, Any]:
+            seen.append(sample["number"])
+            row = np.array([sample["number"]], "float32")
+            return row, row
+
+        stream = Stream(folder, global_batch=6, seed=3, transform=make_pair, num_threads=0)
+        batches = StreamPyDataset(stream)
+        assert len(batches) == 7
+        assert batches[3][0].tolist() == batches[3][0].tolist() != batches[4][0].tolist()
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        model.compile(DistributedOptimizer(keras.optimizers.SGD(0.0)), loss="mse")
+        model.fit(batches, epochs=1, verbose=0, shuffle=False)
+        for epoch in (1, 2):
+            assert (stream.epoch, stream.consumed) == (epoch, 0)
+            seen.clear()
+            model.fit(batches, epochs=1, verbose=0, shuffle=False)
+            assert set(ronde.allgather(np.array(seen)).tolist()) == set(range(39))
+        assert "no batch 99" in error_of(lambda: batches[99])

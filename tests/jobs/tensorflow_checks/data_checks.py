@@ -12,8 +12,10 @@ import tensorflow as tf
 
 import ronde
 import ronde.tensorflow as rt
+from ronde.data import Stream
 from ronde.elastic import State
 from tests.jobs.tensorflow_checks.checks import check, in_graph
+from tests.unit.data.made_data import data_of_all_ranks
 
 
 def gather(batches: list[Any]) -> list[int]:
@@ -191,3 +193,21 @@ def metrics_of_keras_are_averaged_for_a_summary() -> None:
                 for value in tf.compat.v1.Event.FromString(event.numpy()).summary.value
             ]
         assert written == [("loss", 3.0), ("accuracy", 0.5)]
+
+
+@check
+def a_stream_is_a_dataset_that_goes_on_where_the_stream_is() -> None:
+    with data_of_all_ranks([9, 0, 14]) as folder:
+        stream = Stream(folder, global_batch=4, seed=1)
+        dataset = rt.stream_dataset(stream)
+        assert dataset.element_spec["number"].shape.as_list() == [None]
+        assert dataset.element_spec["__key__"].dtype == tf.string
+        for _ in range(2):
+            plain = Stream(folder, global_batch=4, seed=1)
+            plain.set_epoch(stream.epoch)
+            batches = [batch["number"].numpy() for batch in dataset]
+            assert [batch.tolist() for batch in batches] == [batch["number"].tolist() for batch in plain]
+            assert set(gather(batches)) == set(range(23))
+            stream.set_epoch(stream.epoch + 1)
+        stream.load_state_dict({**stream.state_dict(), "consumed": 20})
+        assert len(list(dataset)) == 1

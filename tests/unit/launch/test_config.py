@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ronde.coordinator.membership import ElasticLimits
 from ronde.errors import StartFailed
-from ronde.launch.config import LaunchConfig, launch_options, make_launch_config, read_config
+from ronde.launch.config import LaunchConfig, launch_options, make_launch_config, read_config, read_section
 from ronde.launch.job import SshOptions
 from ronde.launch.placement import Host
 from ronde.settings import ASSIGNED_BY_LAUNCHER, Settings, describe_settings
@@ -295,3 +296,39 @@ def test_a_hostfile_is_watched_only_in_an_elastic_job(tmp_path: Path) -> None:
 def test_an_elastic_job_that_cannot_be_is_refused(flags: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         make_launch_config(flags, ("true",), {})
+
+
+# --- job files -------------------------------------------------------------------------------------------------------
+
+
+class SomeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str
+    count: int = 1
+
+
+def test_a_command_reads_its_section_of_a_job_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("run:\n  num_ranks: 3\n  command: python x.py\ndata:\n  path: a\n  count: 2\n")
+    assert read_section(str(path), "data", SomeOptions) == SomeOptions(path="a", count=2)
+    assert read_config(str(path)) == {"num_ranks": 3, "command": ("python", "x.py")}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data:\n  path: a\n  cuont: 2\n", "line 3: unknown key 'cuont' in the section 'data'; did you mean 'count'?"),
+        ("data:\n  path: a\n  count: x\n", "line 3: data: Expected `int`, got `str` - at `$.count`"),
+        ("data:\n  count: 1\n", ": data: Object missing required field `path`"),
+        ("data:\n  path: a\nextra: 1\n", "line 3: unknown section 'extra'; there are run, data, "),
+        ("data: 3\n", "the section 'data' must hold keys and values, got 3"),
+        ("run:\n  num_ranks: 1\n", "has no section `data:`"),
+        ("", "has no section `data:`"),
+    ],
+)
+def test_a_mistake_in_a_section_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_section(str(path), "data", SomeOptions)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)

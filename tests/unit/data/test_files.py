@@ -1,0 +1,125 @@
+"""Folders: names stay inside of them, files appear whole, and the cache keeps its limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ronde.data.files import CachedFolder, LocalFolder, RemoteFolder, open_folder, read_file, safe_name, write_aside
+from ronde.errors import DataError
+from tests.unit.data.made_data import CountingFolder
+
+BAD_NAMES = [
+    "",
+    "..",
+    "../x",
+    "a/../x",
+    "/etc/passwd",
+    "a//b",
+    "./a",
+    "a/",
+    "C:\\x",
+    "a\\b",
+    "a\0b",
+    "a\nb",
+    "x" * 2000,
+]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_that_could_leave_its_folder_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is refused"):
+        safe_name(name)
+    with pytest.raises(DataError, match="is refused"):
+        LocalFolder(tmp_path / "data").write(name, b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ordinary_names_are_accepted() -> None:
+    assert [safe_name(name) for name in ("a", "a/b.c", "..a", "é/ü", "a b")] == ["a", "a/b.c", "..a", "é/ü", "a b"]
+
+
+def test_nothing_is_written_through_a_link_that_leads_out_of_the_folder(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside.mkdir()
+    outside.mkdir()
+    (inside / "link").symlink_to(outside)
+    with pytest.raises(DataError, match="leads out of"):
+        LocalFolder(inside).write("link/x", b"x")
+    assert list(outside.iterdir()) == []
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = LocalFolder(tmp_path)
+    folder.write("a/b", b"first")
+    with pytest.raises(RuntimeError, match="crash"), write_aside(tmp_path / "a/b") as file:
+        file.write(b"half")
+        raise RuntimeError("crash")
+    assert (tmp_path / "a/b").read_bytes() == b"first"
+    (tmp_path / "a/.unfinished-c").write_bytes(b"left by a killed process")
+    assert [(info.name, info.num_bytes) for info in folder.list_files()] == [("a/b", 5)]
+
+
+def test_a_single_file_is_a_folder_with_this_file(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_bytes(b"abc")
+    (tmp_path / "y.csv").write_bytes(b"def")
+    assert [info.name for info in open_folder(tmp_path / "x.csv").list_files()] == ["x.csv"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"there is no folder or file {tmp_path}/none"):
+        open_folder(tmp_path / "none").list_files()
+    with pytest.raises(DataError, match=r"cannot read .*/x: No such file"):
+        open_folder(tmp_path).open_range("x", 0, 1)
+
+
+def test_a_remote_folder_has_the_same_calls() -> None:
+    folder = open_folder("memory://files-test/data")
+    assert isinstance(folder, RemoteFolder)
+    folder.write("a/b", b"0123456789")
+    try:
+        assert [(info.name, info.num_bytes) for info in folder.list_files()] == [("a/b", 10)]
+        assert folder.open_range("a/b", 2, 3).read(0, 99) == b"234"
+        assert read_file(folder, "a/b", limit_bytes=10) == b"0123456789"
+        with pytest.raises(DataError, match="larger than 9 bytes"):
+            read_file(folder, "a/b", limit_bytes=9)
+        with pytest.raises(DataError, match="is refused"):
+            folder.write("../b", b"x")
+    finally:
+        folder.remove("a/b")
+    with pytest.raises(DataError, match="there is nothing at memory://files-test/data"):
+        folder.list_files()
+
+
+def cache_size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("??/*"))
+
+
+def test_the_cache_fetches_a_range_once_and_keeps_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/x").write_bytes(bytes(range(100)))
+    far = CountingFolder(tmp_path / "data", is_far=True)
+    folder = CachedFolder(far, tmp_path / "cache", 30)
+    for _ in range(3):
+        assert folder.open_range("x", 10, 10).read(2, 3) == bytes([12, 13, 14])
+    assert far.num_bytes == 10
+    kept = folder.open_range("x", 0, 10)
+    for start in range(20, 100, 10):
+        assert folder.open_range("x", start, 10).read(0, 10) == bytes(range(start, start + 10))
+        assert cache_size(tmp_path / "cache") <= 30
+    assert kept.read(0, 10) == bytes(range(10))  # removed from the cache, and still read to its end
+    assert far.num_bytes == 100
+    assert folder.open_range("x", 0, 50).read(0, 50) == bytes(range(50))  # does not fit
+    assert cache_size(tmp_path / "cache") <= 30
+
+
+def test_the_cache_does_not_give_a_former_version_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/x").write_bytes(b"old")
+    far = CountingFolder(tmp_path / "data", is_far=True)
+    assert CachedFolder(far, tmp_path / "cache", 99).open_range("x", 0, 3).read(0, 3) == b"old"
+    (tmp_path / "data/y").write_bytes(b"new")
+    (tmp_path / "data/y").replace(tmp_path / "data/x")
+    far = CountingFolder(tmp_path / "data", is_far=True)
+    assert CachedFolder(far, tmp_path / "cache", 99).open_range("x", 0, 3).read(0, 3) == b"new"
