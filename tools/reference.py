@@ -59,8 +59,8 @@ def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
     yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md),"
-    yield "[ronde.data](data.md), [ronde.ps](ps.md) and [ronde.dash](dash.md) have their own, and there are pages for what"
-    yield "[metrics](metrics.md) and [events](events.md) hold. Everything else may change without notice."
+    yield "[ronde.data](data.md), [ronde.ps](ps.md) and [ronde.dash](dash.md) have their own, and there are pages for"
+    yield "what [metrics](metrics.md) and [events](events.md) hold. Everything else may change without notice."
     yield from _describe_names(ronde)
 
 
