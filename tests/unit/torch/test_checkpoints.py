@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ronde
-import ronde.torch.checkpoints
+import ronde.training.checkpoints
 from ronde.comm.world import World, current_world
 from ronde.errors import CheckpointError
 from ronde.torch.checkpoints import Checkpoints
@@ -54,7 +54,7 @@ class Run:
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones, so that several are needed."""
-    monkeypatch.setattr(ronde.torch.checkpoints, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(ronde.training.checkpoints, "CHUNK_BYTES", 1000)
 
 
 @pytest.mark.parametrize("size", [1, 3])
