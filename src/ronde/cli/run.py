@@ -42,10 +42,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run_job(config: LaunchConfig) -> int:
+    from ronde.launch.dmlc import helper_names
     from ronde.launch.driver.driver import run_job
     from ronde.launch.output.printer import OutputOptions, Printer
     from ronde.launch.output.terminal import StandardStreams, TerminalInfo
-    from ronde.launch.parameter_servers import helper_names
 
     with ExitStack() as opened:
         streams = StandardStreams(sys.stdout.buffer, sys.stderr.buffer)

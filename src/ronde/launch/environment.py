@@ -10,7 +10,7 @@ A rank gets ronde's own variables, and those that other systems read, so that th
     Horovod            HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE HOROVOD_CROSS_RANK
                        HOROVOD_CROSS_SIZE HOROVOD_HOSTNAME (scripts read them before hvd.init())
     MXNet              DMLC_ROLE DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_WORKER DMLC_NUM_SERVER DMLC_NODE_HOST, if
-                       the job has a scheduler and servers (parameter_servers)
+                       the job has a scheduler and servers (dmlc)
     OpenMP, MKL        OMP_NUM_THREADS, unless the user has set it
     Python             PYTHONUNBUFFERED, PYTHONFAULTHANDLER, unless the user has set them
 """
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ronde.launch.dmlc import make_dmlc_variables, make_helpers
 from ronde.launch.job import Job
-from ronde.launch.parameter_servers import make_dmlc_variables, make_helpers
 from ronde.launch.placement import Placement, bind_cpus
 from ronde.launch.protocol import PortCounts, RankOrder, StartRanks
 from ronde.net.addresses import format_address

@@ -89,7 +89,7 @@ class Job:
     tf_config: bool | None = None
     """Whether every rank gets a TF_CONFIG, unless the user has set one. None: if it can help (environment.py)."""
     dmlc_servers: int | None = None
-    """How many servers of MXNet's distributed kvstore are started, with a scheduler (parameter_servers.py); None: no
+    """How many servers of MXNet's distributed kvstore are started, with a scheduler (dmlc.py); None: no
     scheduler either."""
     bind: CpuBinding = "none"
     """Whether a rank is bound to cores of its own."""

@@ -25,6 +25,7 @@ from ronde.coordinator.membership import Membership
 from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
+from ronde.launch.dmlc import helper_names, make_helpers
 from ronde.launch.driver.agents import AgentGroup, StartCancelled
 from ronde.launch.driver.failure_report import JobResult, StopRequest, make_job_result
 from ronde.launch.driver.host_source import FixedHosts, HostPoller, HostSource
@@ -43,7 +44,6 @@ from ronde.launch.environment import count_ports, make_rank_orders, make_worker_
 from ronde.launch.job import Job
 from ronde.launch.network import HostFacts
 from ronde.launch.output.printer import Printer
-from ronde.launch.parameter_servers import helper_names, make_helpers
 from ronde.launch.placement import Host, Placement, hosts_or_localhost
 from ronde.launch.protocol import PortCounts, RankOrder
 from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
