@@ -384,6 +384,7 @@ struct BucketMemory {
 struct BucketTable {
   std::mutex mutex;                             // held while operands are copied, so that Python can replace the memory
   std::map<std::string, BucketMemory> buckets;  // by operation
+  std::vector<BucketMemory> replaced;           // those of which a job still used the memory
 };
 
 BucketTable& bucket_table() {
@@ -680,13 +681,27 @@ EXPORT int ronde_jax_take_job(JobView* view, double timeout_s) {
   return 1;
 }
 
-// Sets the bucket of an operation; null if it has none any more. When it returns, no handler uses the one before, but
-// for the results of a job that has ended and is not finished.
+// Sets the bucket of an operation; null if it has none any more. No other job will use the one before, but one that has
+// its arrays there may not be over: ronde_jax_is_bucket_used.
 EXPORT void ronde_jax_set_bucket(const char* operation, void* address, uint64_t size) {
   BucketTable& table = bucket_table();
   std::lock_guard<std::mutex> lock(table.mutex);
-  table.buckets.erase(operation);
+  auto found = table.buckets.find(operation);
+  if (found != table.buckets.end()) {
+    table.replaced.push_back(std::move(found->second));
+    table.buckets.erase(found);
+  }
   if (address != nullptr) table.buckets[operation] = {static_cast<char*>(address), static_cast<size_t>(size), {}};
+}
+
+// Whether a job has its arrays in a bucket that was replaced. Once it is not, it never will be.
+EXPORT int ronde_jax_is_bucket_used(void* address) {
+  BucketTable& table = bucket_table();
+  std::lock_guard<std::mutex> lock(table.mutex);
+  auto& replaced = table.replaced;
+  auto is_over = [](const BucketMemory& each) { return each.user.expired(); };
+  replaced.erase(std::remove_if(replaced.begin(), replaced.end(), is_over), replaced.end());
+  return std::any_of(replaced.begin(), replaced.end(), [&](const BucketMemory& each) { return each.address == address; });
 }
 
 // Gives a job memory for results of so many bytes, and returns whether there is any. Only for an operation whose

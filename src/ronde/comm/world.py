@@ -88,6 +88,7 @@ class World:
         self._close_lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
         self._timeline_lock = threading.Lock()
         self._closed = False
+        self._close_functions: list[Callable[[], None]] = []
         self.pid = os.getpid()
         """The process that is the rank."""
         self.is_in_child = False
@@ -210,6 +211,15 @@ class World:
             for wait in _state.operation_waits:
                 wait()
 
+    def call_at_close(self, function: Callable[[], None]) -> None:
+        """Call this when the round is left, before anything is freed; at once if that is past. It must neither wait nor
+        raise."""
+        with self._close_lock:
+            if not self._closed:
+                self._close_functions.append(function)
+                return
+        function()
+
     def close(
         self,
         reason: LeaveReason = LeaveReason.SHUTDOWN,
@@ -231,6 +241,8 @@ class World:
             if self._closed:
                 return
             self._closed = True
+        for function in self._close_functions:
+            function()
         _open_worlds.discard(self)
         if self.control_thread.is_finished and reason in (LeaveReason.SHUTDOWN, LeaveReason.SCRIPT_ENDED):
             reason = LeaveReason.FINISHED

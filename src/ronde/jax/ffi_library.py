@@ -128,7 +128,7 @@ class HandlerJob:
                     if array.size:
                         array_at(address, array.size, array.dtype)[:] = array.reshape(-1)
             if self._flag is not None:
-                as_array(self._flag)[...] = flags.find(self.details.flag)
+                as_array(self._flag)[...] = flags.find(self.details.flag, self.operation.name)
             self.has_ended = True
             self._library.ronde_jax_end(handle, 0, None)
 
@@ -162,26 +162,27 @@ class OperationFlags:
     """What is called when an operation with a flag is over. It keeps no object alive. Safe from any thread."""
 
     def __init__(self) -> None:
-        self._methods: dict[str, WeakMethod[Callable[[], bool]]] = {}
+        self._methods: dict[str, tuple[str, WeakMethod[Callable[[bool], bool]]]] = {}
         self._lock = threading.Lock()
 
-    def add(self, name: str, method: Callable[[], bool]) -> str:
+    def add(self, name: str, method: Callable[[bool], bool]) -> str:
         """Return by what the flag of an operation with this name is known. The method of an object is called whenever
-        the operation is over; it must not wait, and returns the flag. Objects may use one name in different
-        programs."""
+        the operation is over, with whether it is repeated: a program has it once more, under another name, and in any
+        order. It must not wait, and returns the flag. Objects may use one name in different programs."""
         with self._lock:
             for number in itertools.count():
                 flag = f"{name}~{number}" if number else name
-                found = self._methods[flag]() if flag in self._methods else None
+                found = self._methods[flag][1]() if flag in self._methods else None
                 if found is None or found == method:
-                    self._methods[flag] = WeakMethod(method)
+                    self._methods[flag] = (name, WeakMethod(method))
                     return flag
         raise AssertionError("count() has no end")
 
-    def find(self, flag: str) -> bool:
+    def find(self, flag: str, operation_name: str) -> bool:
         """The value of a flag whose operation is over; False if its object is gone."""
-        method = self._methods[flag]()
-        return method is not None and method()
+        name, reference = self._methods[flag]
+        method = reference()
+        return method is not None and method(operation_name != name)
 
 
 flags = OperationFlags()
@@ -230,6 +231,7 @@ class FfiLibrary(JobSource):
         library.ronde_jax_free_job.argtypes = (c_void_p,)
         library.ronde_jax_allocate_results.argtypes = (c_void_p, POINTER(c_uint64), c_uint64, POINTER(c_void_p))
         library.ronde_jax_set_bucket.argtypes = (c_char_p, c_void_p, c_uint64)
+        library.ronde_jax_is_bucket_used.argtypes = (c_void_p,)
         self._library = library
         self._view = HandlerJobView()
         jax.ffi.register_ffi_target(START, jax.ffi.pycapsule(library.ronde_jax_start), platform="cpu")
@@ -252,6 +254,10 @@ class FfiLibrary(JobSource):
     def set_bucket(self, operation: str, address: int, num_bytes: int) -> None:
         """Let operands be copied into the bucket of an operation, by its text; with address 0 no more."""
         self._library.ronde_jax_set_bucket(operation.encode(), address, num_bytes)
+
+    def is_bucket_used(self, address: int) -> bool:
+        """Whether an operation that is not over has its arrays in a bucket that was replaced by set_bucket()."""
+        return bool(self._library.ronde_jax_is_bucket_used(address))
 
     def stop(self) -> None:
         self._library.ronde_jax_stop()
@@ -364,7 +370,7 @@ def _load() -> bool:
         try:
             library = FfiLibrary()
             _run_outside_of_traces(run_self_test, library)
-            gradient_plans.use_buckets(library.set_bucket)
+            gradient_plans.use_buckets(library)
             _state.thread = ProgramThread(library, "ronde-jax")
             return True
         except (RondeError, OSError, AttributeError, jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:

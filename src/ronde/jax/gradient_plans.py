@@ -9,9 +9,11 @@ that the two never write to the same.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -27,7 +29,13 @@ MAX_PLANS = 8
 """Of one operation, if the shapes of its arrays change. Then the oldest is closed."""
 MAX_SHAPES_TEXT = 200
 
-SetBucket = Callable[[str, int, int], None]
+
+class BucketUser(Protocol):
+    """The native library, which copies operands into buckets."""
+
+    def set_bucket(self, operation: str, address: int, num_bytes: int) -> None: ...
+
+    def is_bucket_used(self, address: int) -> bool: ...
 
 
 class GradientPlan:
@@ -50,9 +58,11 @@ class GradientPlans:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[object, ...], GradientPlan] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler that ends the round may interrupt its owner
         self._opening: dict[str, threading.Lock] = {}
-        self._set_bucket: SetBucket | None = None
+        self._bucket_user: BucketUser | None = None
+        self._closed: list[Plan] = []
+        """Closed plans in whose buckets an operation may still have its arrays."""
         self._users: dict[str, WeakSet[object]] = {}
         """By the names of operations, the objects in whose programs they are."""
 
@@ -76,9 +86,9 @@ class GradientPlans:
         users = self._users.get(name, self._users.get(name.rpartition("@")[0]))  # of the second one in a program
         return users is not None and not users
 
-    def use_buckets(self, set_bucket: SetBucket) -> None:
-        """Tell the native library the buckets of operations, by this function."""
-        self._set_bucket = set_bucket
+    def use_buckets(self, user: BucketUser) -> None:
+        """Tell the native library the buckets of operations."""
+        self._bucket_user = user
 
     def find(self, operation: GraphOperation, arrays: Sequence[Memory]) -> GradientPlan | None:
         """The plan of an operation on such arrays, if it was opened in this round."""
@@ -100,6 +110,7 @@ class GradientPlans:
 
     def _add(self, key: tuple[object, ...], added: GradientPlan, unused: set[str]) -> None:
         with self._lock:
+            is_first = all(each.world is not added.world for each in self._plans.values())
             same = [key for key, each in self._plans.items() if each.operation == added.operation]
             oldest = set(same[: max(0, len(same) + 1 - MAX_PLANS)])
             dropped = [
@@ -112,18 +123,31 @@ class GradientPlans:
             for old, _ in dropped:
                 del self._plans[old]
             self._plans[key] = added
-            added.is_native = self._set_bucket is not None
+            added.is_native = self._bucket_user is not None
             for each in self._plans.values():
                 if each is not added and each.operation == added.operation:
                     each.is_native = False
-        bucket = added.plan.arrays[0]
-        if self._set_bucket is not None:
-            for _, each in dropped:
-                if each.is_native and each.operation != added.operation:
-                    self._set_bucket(each.operation, 0, 0)
-            self._set_bucket(added.operation, address_of(bucket), bucket.nbytes)
+            bucket, user = added.plan.arrays[0], self._bucket_user
+            if user is not None:
+                for _, each in dropped:
+                    if each.is_native and each.operation != added.operation:
+                        user.set_bucket(each.operation, 0, 0)
+                user.set_bucket(added.operation, address_of(bucket), bucket.nbytes)
+                closed = [*self._closed, *(each.plan for _, each in dropped)]
+                self._closed = [plan for plan in closed if user.is_bucket_used(address_of(plan.arrays[0]))]
+        if is_first:
+            added.world.call_at_close(functools.partial(self._end_round, added.world))
         for _, each in dropped:  # in an earlier round its channel is closed already
             each.plan.close()
+
+    def _end_round(self, world: World) -> None:
+        """Use the buckets of a round no more: a rank that was suspended may write to them when all others have gone on
+        to the next one."""
+        with self._lock:
+            for plan in self._plans.values():
+                if plan.world is world and plan.is_native and self._bucket_user is not None:
+                    plan.is_native = False
+                    self._bucket_user.set_bucket(plan.operation, 0, 0)
 
     @contextmanager
     def hold(self, operation: GraphOperation, plan: GradientPlan) -> Iterator[None]:

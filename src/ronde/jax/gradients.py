@@ -153,14 +153,17 @@ class TreeReduction:
             at_step = current_world().settings.compare_at_step
         return max(at_step, FIRST_COMPARED_STEP) if at_step else 0
 
-    def _count_step(self) -> bool:
+    def _count_step(self, is_repeated: bool) -> bool:
         """Count a step, and return whether parameters are compared in it. In a new round steps are counted from 0, as
-        by those ranks that have just come."""
+        by those ranks that have just come. Of those that a program repeats only the first is counted: each rank may
+        run them in another order."""
+        mark_step()
+        if is_repeated:
+            return False
         world = current_world()
         if world is not self._world:
             self._world, self._num_steps = world, 0
         self._num_steps += 1
-        mark_step()
         return self._num_steps == self._compare_at_step
 
 
@@ -191,21 +194,21 @@ def reduce_gradients(
     when: Any = None,
     parameters: Sequence[Any] = (),
     check: Callable[[], None] | None = None,
-    is_compared: Callable[[], bool] | None = None,
+    is_compared: Callable[[bool], bool] | None = None,
     compare: Callable[[list[Array]], None] = lambda _: None,
 ) -> list[Any]:
     """Return the gradients, reduced over the members of the group; collective. `options` are those of an allreduce.
 
     `when` is a boolean of JAX: the gradients are only reduced if it holds, as it must on all members alike.
-    `check` is called after each reduction, and may raise. `is_compared`, a method, is called after each reduction, and
-    must not wait; when it returns True, `compare` gets the parameters.
+    `check` is called after each reduction, and may raise. `is_compared`, a method, is called after each reduction, with
+    whether a program repeats it, and must not wait; when it returns True, `compare` gets the parameters.
     """
     own_name = operation_name("gradients", name)
 
     def reduce(*gradients: Any) -> list[Any]:
         factors = {**options, "op": parse_op(options["op"]).name.lower()}
         operation = GraphOperation("allreduce", own_name, resolve_group(group).id, **factors)
-        reduced, due = _reduce_by_dtype(gradients, operation, is_compared)
+        reduced, due = _reduce_by_dtype(gradients, operation, name, is_compared)
         if check is not None:
             _call_on_host(lambda _: check(), reduced[0].reshape(-1)[:1])
         if parameters and due is not None:
@@ -218,7 +221,7 @@ def reduce_gradients(
 
 
 def _reduce_by_dtype(
-    gradients: Sequence[Any], operation: GraphOperation, is_compared: Callable[[], bool] | None
+    gradients: Sequence[Any], operation: GraphOperation, name: str, is_compared: Callable[[bool], bool] | None
 ) -> tuple[list[Any], Any]:
     """One operation for each dtype. The last one has the flag of is_compared(), which is returned."""
     by_dtype: dict[Any, list[int]] = {}
@@ -234,7 +237,7 @@ def _reduce_by_dtype(
         if number == len(by_dtype) and is_compared is not None:
             own = msgspec.structs.replace(own, has_flag=True)
             arrays.append(jnp.zeros(1, jnp.uint8))
-            *reduced, last = _bind_without_gradient(own, arrays, flags.add(own.name, is_compared))
+            *reduced, last = _bind_without_gradient(own, arrays, flags.add(f"{name}.{number}", is_compared))
             due = last[0] > 0
         else:
             reduced = _bind_without_gradient(own, arrays)

@@ -218,7 +218,7 @@ def _run_with_flag(operation: GraphOperation, flag: str, arrays: list[Array]) ->
     if not operation.has_flag:
         return run_operation(operation, arrays)
     results = run_operation(operation, arrays[:-1])
-    return [*results, np.array([flags.find(flag)], arrays[-1].dtype)]
+    return [*results, np.array([flags.find(flag, operation.name)], arrays[-1].dtype)]
 
 
 collective_p.def_effectful_abstract_eval(_abstract_eval)

@@ -152,7 +152,7 @@ class KerasGradientReduction:
         ]
         options = ReduceOptions(**self._options)
         reduced = reduce_gradients(sent, templates, group=resolve_group(self._group), options=options)
-        if self._count_step():
+        if self._count_step(is_repeated=False):
             self._compared_variables = variables
             self._compare([keras.ops.convert_to_numpy(variable.value) for variable in variables])
         return self._decode(reduced, variables)
@@ -238,10 +238,13 @@ class KerasGradientReduction:
         """Compare parameters after so many steps at the earliest. Called before the first step."""
         self._first_compared_step = max(self._first_compared_step, num_steps + 1)
 
-    def _count_step(self) -> bool:
-        """Count a step, and return whether parameters are compared in it."""
-        self._num_steps += 1
+    def _count_step(self, is_repeated: bool) -> bool:
+        """Count a step, and return whether parameters are compared in it. A program may repeat steps, and run them in
+        any order: only the first is counted."""
         mark_step()
+        if is_repeated:
+            return False
+        self._num_steps += 1
         return self._num_steps == self._compare_at_step
 
     def _compare(self, arrays: Sequence[Array]) -> None:

@@ -60,17 +60,21 @@ def check_training_is_that_of_one_process_with_all_the_data() -> None:
 
 
 def check_a_step_may_be_in_a_program_twice() -> None:
+    """Neither step needs the other, and each rank comes to another one first. Parameters are compared in one."""
     optimizer = optax.chain(rj.average_gradients(name="twice"), optax.sgd(0.1))
 
-    def train_step(params: Any, state: Any) -> Any:
-        gradients = jax.grad(lambda p: (p * (ronde.rank() + 1.0)).sum())(params)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
+    def train_step(params: Any, num_rounds: Any, factor: float) -> Any:
+        slow = jax.lax.fori_loop(0, num_rounds, lambda _, y: jnp.tanh(y @ y) * 0.0 + y, jnp.ones((200, 200)))
+        gradients = jax.grad(lambda p: (p * (ronde.rank() + 1.0) * slow[0, 0] * factor).sum())(params)
+        updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
 
-    step, params = jax.jit(train_step), jnp.zeros(3)
-    for _ in range(3):
-        params, _ = jax.jit(lambda params: step(*step(params, optimizer.init(params))))(params)
-    np.testing.assert_allclose(params, np.full(3, -0.9), rtol=1e-5)
+    step = jax.jit(train_step)
+    rounds, params = (1, 50) if ronde.rank() else (50, 1), jnp.zeros(3)
+    twice = jax.jit(lambda params, first, second: step(step(params, first, 1.0), second, 3.0))
+    for _ in range(4):
+        params = twice(params, *rounds)
+    np.testing.assert_allclose(params, np.full(3, -0.1 * 1.5 * 4 * 4), rtol=1e-5)
 
 
 def check_gradients_of_other_shapes_and_types_under_the_same_name() -> None:
@@ -103,6 +107,22 @@ def check_an_optimizer_that_is_gone_on_one_rank_only_may_be_made_again() -> None
         use(make_function("meanwhile"), 7)
         use(make_function("gone"), 5)
         del kept
+
+
+def check_a_program_goes_on_in_the_next_round() -> None:
+    """Of two operations one opens its plan first, when the other has copied its gradients."""
+    first, second = (rj.average_gradients(name=name, compare_at_step=0) for name in ("next round", "beside"))
+    compute = jax.jit(lambda x: (first.update(x, ())[0], second.update(x * 2.0, ())[0]))
+    for _ in range(3):
+        for number in range(4):
+            found, doubled = map(np.asarray, compute(jnp.full(6000, 4.0 * number + 2 * ronde.rank())))
+            assert (found == 4.0 * number + 1.0).all() and (doubled == 8.0 * number + 2.0).all(), (
+                number,
+                found,
+                doubled,
+            )
+        ronde.shutdown()
+        ronde.init()
 
 
 def check_optimizers_of_one_name_in_different_programs_count_their_own_steps() -> None:
