@@ -701,7 +701,8 @@ EXPORT int ronde_jax_is_bucket_used(void* address) {
   auto& replaced = table.replaced;
   auto is_over = [](const BucketMemory& each) { return each.user.expired(); };
   replaced.erase(std::remove_if(replaced.begin(), replaced.end(), is_over), replaced.end());
-  return std::any_of(replaced.begin(), replaced.end(), [&](const BucketMemory& each) { return each.address == address; });
+  return std::any_of(replaced.begin(), replaced.end(),
+                     [&](const BucketMemory& each) { return each.address == address; });
 }
 
 // Gives a job memory for results of so many bytes, and returns whether there is any. Only for an operation whose
