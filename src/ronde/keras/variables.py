@@ -15,6 +15,9 @@ from ronde.comm.world import resolve_group
 from ronde.training.agreement import check_equal
 from ronde.training.sync_check import checksum, compare_checksums
 
+BROADCAST_BYTES = 32 << 20
+"""Variables are copied from the root in pieces of about this size: copies of all of them at once may not fit."""
+
 
 def broadcast_parameters(variables: Any, root: int = 0, *, group: Group | None = None) -> None:
     """Copy the variables of the root, a rank of the world, into those of all ranks. Collective.
@@ -29,10 +32,22 @@ def broadcast_parameters(variables: Any, root: int = 0, *, group: Group | None =
     check_equal(members, "broadcast_parameters", [f"{each.dtype}{list(each.shape)}" for each in found])
     if members.size == 1 or not found:
         return
-    arrays = [np.array(keras.ops.convert_to_numpy(each.value)) for each in found]
-    received = members.broadcast(np.concatenate([bytes_of(array) for array in arrays]), root=root)
+    pending: list[tuple[Any, Array]] = []
+    for variable in found:
+        pending.append((variable, np.asarray(keras.ops.convert_to_numpy(variable.value))))
+        if sum(array.nbytes for _, array in pending) >= BROADCAST_BYTES:
+            _broadcast_together(members, pending, root)
+            pending = []
+    _broadcast_together(members, pending, root)
+
+
+def _broadcast_together(members: Group, pairs: Sequence[tuple[Any, Array]], root: int) -> None:
+    """Broadcast the values of some variables, by one operation."""
+    if not pairs:
+        return
+    received = members.broadcast(np.concatenate([bytes_of(array) for _, array in pairs]), root=root)
     position = 0
-    for variable, array in zip(found, arrays, strict=True):
+    for variable, array in pairs:
         taken = received[position : position + array.nbytes]
         position += array.nbytes
         variable.assign(taken.view(array.dtype).reshape(array.shape))

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 TORCH = "torch"
 MXNET = "mxnet"
-TENSORFLOW_KERAS = ("tensorflow", "keras")
-ALL_FRAMEWORKS = (TORCH, *TENSORFLOW_KERAS, "jax", MXNET)
+ALL_BUT_MXNET = (TORCH, "tensorflow", "keras", "jax")
+ALL_FRAMEWORKS = (*ALL_BUT_MXNET, MXNET)
 IMAGENET_CLASSES = 1000
 WORDS = 1024
 SEQUENCE = 64
@@ -181,15 +181,13 @@ def random_sentences(batch: int) -> tuple[Any, Any]:
 
 _IMAGES = random_samples((3, 224, 224), IMAGENET_CLASSES)
 _MODELS = (
-    BenchmarkModel("alexnet", "AlexNet, 224 px", 16, 61_100_840, alexnet, _IMAGES, (TORCH, *TENSORFLOW_KERAS)),
+    BenchmarkModel("alexnet", "AlexNet, 224 px", 16, 61_100_840, alexnet, _IMAGES, ALL_BUT_MXNET),
     BenchmarkModel("resnet", "like ResNet-18, 64 px", 16, 11_279_112, resnet, random_samples((3, 64, 64), 200)),
     BenchmarkModel("mlp", "784-512-512-10", 64, 669_706, mlp, random_samples((784,), 10), ALL_FRAMEWORKS),
     BenchmarkModel("digits", "64-256-10, digits", 32, 19_210, None, None, (MXNET,)),
     BenchmarkModel("vector", "one parameter of 4 MB", 1, 1_048_576, None, None, (MXNET,)),
     BenchmarkModel("transformer", "6 blocks, 64 words", 4, 19_964_928, transformer, random_sentences),
-    BenchmarkModel(
-        "tiny", "1,000 tiny parameters", 1, 16_000, tiny, random_samples((16,), 16), (TORCH, *TENSORFLOW_KERAS)
-    ),
+    BenchmarkModel("tiny", "1,000 tiny parameters", 1, 16_000, tiny, random_samples((16,), 16), ALL_BUT_MXNET),
 )
 MODELS = {model.name: model for model in _MODELS}
 
