@@ -25,6 +25,7 @@ from ronde.comm.control_thread import ControlThread, JoinedRound
 from ronde.comm.joining import join_round
 from ronde.comm.named_operations import NamedOperations
 from ronde.comm.open_channels import OpenChannels
+from ronde.comm.world import current_world
 from ronde.net.addresses import find_free_ports
 from ronde.net.keys import new_job_key
 from ronde.observe.events import Started
@@ -138,6 +139,17 @@ def test_a_signal_handler_may_leave_the_round_at_any_moment(
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert came and not ronde.is_initialized()
+
+
+def test_what_is_to_be_done_when_the_round_is_left_comes_before_its_channels_close() -> None:
+    ronde.init()
+    world = current_world()
+    seen: list[str] = []
+    world.call_at_close(lambda: seen.append("over" if world.is_over else "running"))
+    assert not seen
+    ronde.shutdown()
+    world.call_at_close(lambda: seen.append("at once"))
+    assert seen == ["running", "at once"]
 
 
 def test_groups_can_be_given_at_the_start() -> None:
