@@ -29,7 +29,7 @@ from ronde.ps.commit_log import (
     Update,
     WorkerAdded,
 )
-from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, change_servers
+from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, TensorSpec, change_servers
 from ronde.ps.protocol import (
     Append,
     Appended,
@@ -86,6 +86,8 @@ class ServerSetup:
     """Of the first values: the number of updates in them."""
     replicate: bool = True
     """Whether parts have a backup."""
+    tensors: tuple[TensorSpec, ...] = ()
+    """What the parts were cut of."""
 
 
 class Propose(NamedTuple):
@@ -201,9 +203,7 @@ class ServerCore:
     """One server. All members make it alike, but for its rank. One that is added later begins without a state, and gets
     that of the others when it has adopted the configuration that it is in."""
 
-    def __init__(
-        self, rank: int, setup: ServerSetup, configuration: Configuration, *, is_added: bool = False
-    ) -> None:
+    def __init__(self, rank: int, setup: ServerSetup, configuration: Configuration, *, is_added: bool = False) -> None:
         self.rank = rank
         self.configuration = configuration
         self.is_evicted = False
@@ -285,8 +285,8 @@ class ServerCore:
         return actions
 
     def begin_round(self, configuration: Configuration, members: Iterable[int], now_s: float) -> list[Action]:
-        """A new epoch begins, for which these members have met. All that was on its way between them is lost, and so are
-        the members of before that are not there."""
+        """A new epoch begins, for which these members have met. All that was on its way between them is lost, and so
+        are the members of before that are not there."""
         self.log.members = tuple(sorted(members))
         self._lost.clear()
         self._suspected.clear()

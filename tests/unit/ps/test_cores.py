@@ -147,7 +147,9 @@ def test_members_that_meet_anew_at_any_moment_lose_nothing(
             simulation.deliver_one()
         victims = [rank for rank in simulation.servers if rank not in simulation.dead]
         if what == "w":
-            victims = [rank for rank in simulation.workers if rank not in simulation.dead]
+            # Training is over when all workers are lost before another one has come
+            trains = {rank for rank, each in simulation.workers.items() if each.core.has_joined or not each.is_late}
+            victims = sorted(trains - simulation.dead)
         if what == "s" and not is_replicated(simulation):
             continue  # nobody else may have its parts
         if what in "sw" and len(victims) > 1:
