@@ -464,7 +464,7 @@ class ServerCore:
         elif isinstance(effect, SendParts):
             own = [index for index, rank in enumerate(self.configuration.primaries) if rank == self.rank]
             return [action for index in own for action in self._send_part(index, effect)]
-        elif self.log.is_sequencer:
+        elif self.log.is_sequencer and not isinstance(effect, WorkerAdded):
             return [self.log.make_reply(effect)]
         return []
 
