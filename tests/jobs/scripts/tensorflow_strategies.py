@@ -55,17 +55,20 @@ def together(library: Library, folder: Path) -> dict[str, Any]:
 def alone(library: Library, folder: Path) -> dict[str, Any]:
     """MirroredStrategy, and then graphs with sessions, as in TensorFlow 1, with both strategies."""
     found = train(library, tf.distribute.MirroredStrategy(), folder / "alone")
-    return {**found, "graph": graph(library), **graph_without_devices(library)}
+    return {**found, "graph": graph(library), **graph_without_devices()}
 
 
-def graph_without_devices(library: Library) -> dict[str, Any]:
+def graph_without_devices() -> dict[str, Any]:
     """In a graph, the devices that MirroredStrategy takes by itself, and how its session fails for that."""
-    with tf.Graph().as_default():
-        strategy = tf.distribute.MirroredStrategy()
-        try:
-            error = f"no error, but {run_session(library, strategy, '', None)}"
-        except tf.errors.InvalidArgumentError as raised:
-            error = raised.message
+    v1, error = tf.compat.v1, "none"
+    with tf.Graph().as_default(), (strategy := tf.distribute.MirroredStrategy()).scope():
+        v1.get_variable("weight", initializer=1.0, use_resource=True)
+        initialize = v1.global_variables_initializer()
+        with v1.Session() as session:
+            try:
+                session.run(initialize)
+            except tf.errors.InvalidArgumentError as raised:
+                error = raised.message
     return {"graph devices": strategy.extended.worker_devices, "graph error": error}
 
 
@@ -123,7 +126,7 @@ def run_session(library: Library, strategy: Any, target: str, config: Any) -> fl
         def replica_step() -> Any:
             return tf.distribute.get_replica_context().all_reduce("sum", weight * (library.rank + 1.0))
 
-        total, *_ = strategy.experimental_local_results(strategy.run(replica_step))
+        (total,) = strategy.experimental_local_results(strategy.run(replica_step))
         initialize = v1.global_variables_initializer()
         with v1.Session(target, config=config) as session:
             session.run(initialize)
