@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 
 from ronde.ps.commit_log import (
@@ -27,8 +28,9 @@ from ronde.ps.commit_log import (
     RecordNorm,
     SendParts,
     Update,
+    WorkerAdded,
 )
-from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, remove_servers
+from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, TensorSpec, change_servers
 from ronde.ps.protocol import (
     Append,
     Appended,
@@ -46,6 +48,7 @@ from ronde.ps.protocol import (
     RequestCopy,
     ServerMessage,
     ServersFailed,
+    ServerState,
     StagePart,
     Submit,
     SuspectServer,
@@ -82,6 +85,10 @@ class ServerSetup:
     """If not 0, gradients whose global norm is larger are scaled down to it."""
     version: int = 0
     """Of the first values: the number of updates in them."""
+    replicate: bool = True
+    """Whether parts have a backup."""
+    tensors: tuple[TensorSpec, ...] = ()
+    """What the parts were cut of."""
 
 
 class Propose(NamedTuple):
@@ -90,7 +97,14 @@ class Propose(NamedTuple):
     configuration: Configuration
 
 
-Action: TypeAlias = OutgoingMessage | Propose
+class SendState(NamedTuple):
+    """A server that has been added has to get the state of this one, as a ServerState."""
+
+    to: int
+    state: LogState
+
+
+Action: TypeAlias = OutgoingMessage | Propose | SendState
 
 CLIP_EPSILON = 1e-6
 """As PyTorch's clip_grad_norm_ has it."""
@@ -187,10 +201,13 @@ class PartReplica:
 
 
 class ServerCore:
-    """One server. All members make it alike, but for its rank."""
+    """One server. All members make it alike, but for its rank. One that is added later begins without a state, and gets
+    that of the others when it has adopted the configuration that it is in."""
 
-    def __init__(self, rank: int, setup: ServerSetup, configuration: Configuration) -> None:
+    def __init__(self, rank: int, setup: ServerSetup, configuration: Configuration, *, is_added: bool = False) -> None:
         self.rank = rank
+        if is_added:  # it has not adopted any yet
+            configuration = msgspec.structs.replace(configuration, epoch=0)
         self.configuration = configuration
         self.is_evicted = False
         """Whether the others have gone on without this server: it does nothing any more."""
@@ -199,12 +216,14 @@ class ServerCore:
         self._setup = setup
         clips = bool(setup.clip_norm) and setup.staleness.mode is Mode.SYNC
         self.state = LogState(setup.staleness, setup.workers, clips=clips, version=setup.version)
-        self._members = tuple(sorted({*setup.workers, *configuration.servers}))
-        self.log = LogReplica(rank, configuration, self._members, self.state)
+        self.has_state = not is_added
+        """Whether it knows what the log says: not before it has got it, if it was added."""
+        members = () if is_added else sorted({*setup.workers, *configuration.servers})
+        self.log = LogReplica(rank, configuration, members, self.state)
         self.replicas: dict[int, PartReplica] = {
             index: PartReplica(setup, part)
             for index, part in enumerate(setup.parts)
-            if rank in configuration.replicas_of(index)
+            if rank in configuration.replicas_of(index) and not is_added
         }
         self._held_reads: dict[int, list[SendParts]] = {}
         """By part, reads of it that wait for its first values."""
@@ -222,9 +241,14 @@ class ServerCore:
         """Servers that are gone, or that a worker has waited for in vain."""
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of all workers and servers that are there."""
+        return self.log.members
+
+    @property
     def is_ready(self) -> bool:
         """Whether all parts of this server have values."""
-        return all(replica.values is not None for replica in self.replicas.values())
+        return self.has_state and all(replica.values is not None for replica in self.replicas.values())
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -239,8 +263,11 @@ class ServerCore:
         if message.epoch > self.configuration.epoch:
             self._early.append((source, message, payload))
             return []
+        if not self.has_state and not isinstance(message, ServerState) and message.epoch == self.configuration.epoch:
+            self._early.append((source, message, payload))  # it comes to its turn behind the state
+            return []
         if message.epoch < self.configuration.epoch:
-            if source in self._members and source not in self.configuration.servers:
+            if source in self.members and source not in self.configuration.servers:
                 # A worker that has not heard of the epoch yet, or a server that was left behind
                 return [OutgoingMessage(source, NewConfiguration(self.configuration.epoch, self.configuration))]
             return []
@@ -251,13 +278,26 @@ class ServerCore:
         if self.is_evicted or self.failure or (self.state.is_finished and self._finished_epoch):
             return []
         actions: list[Action] = []
-        if rank in self._setup.workers:
+        if rank in self.state.steps:
             actions += self.log.worker_lost(rank, now_s)
             actions += self._apply_log()
         if rank in self.configuration.servers:
             self._lost.add(rank)
             self._suspected.add(rank)
             actions += self._propose()
+        return actions
+
+    def begin_round(self, configuration: Configuration, members: Iterable[int], now_s: float) -> list[Action]:
+        """A new epoch begins, for which these members have met. All that was on its way between them is lost, and so
+        are the members of before that are not there."""
+        self.log.members = tuple(sorted(members))
+        self._lost.clear()
+        self._suspected.clear()
+        actions = self.adopt(configuration, now_s)
+        if self.failure:  # others may not have heard of it
+            return self._fail(self.failure)
+        for worker in [each for each in self.state.clocks.clocks if each not in self.members]:
+            actions += self.member_lost(worker, now_s)
         return actions
 
     def adopt(self, configuration: Configuration, now_s: float) -> list[Action]:
@@ -270,17 +310,14 @@ class ServerCore:
             self.replicas.clear()
             self._early.clear()
             return []
-        actions: list[Action] = []
-        for index in range(len(self._setup.parts)):
-            if self.rank not in configuration.replicas_of(index):
-                continue
-            replica = self.replicas.get(index)
-            if replica is None:
-                replica = self.replicas[index] = PartReplica(self._setup, self._setup.parts[index])
-                request = RequestCopy(configuration.epoch, index, self.state.position)
-                actions.append(OutgoingMessage(configuration.primaries[index], request))
-            elif replica.values is None and configuration.primaries[index] == self.rank:
-                return self._fail(f"part {index} was lost with its primary before it was copied to rank {self.rank}")
+        if not self.has_state:
+            if configuration.sequencer == self.rank:
+                return self._fail("all servers that knew the state of training are gone")
+            # What came early stays, until the state is there
+            return [*self.log.adopt(configuration, now_s, has_state=False)]
+        actions = self._request_copies()
+        if self.failure:
+            return actions
         self._copy_requests = [each for each in self._copy_requests if each[0] in configuration.servers]
         actions += self.log.adopt(configuration, now_s)
         self._norms.clear()
@@ -291,6 +328,37 @@ class ServerCore:
         for source, message, payload in early:
             actions += self.handle(source, message, payload, now_s)
         return [*actions, *self._propose()]
+
+    def _request_copies(self) -> list[Action]:
+        """Ask for the parts of this server that it has no values of; what was asked for in another epoch is lost."""
+        configuration, actions = self.configuration, list[Action]()
+        for index in range(len(self._setup.parts)):
+            if self.rank not in configuration.replicas_of(index):
+                continue
+            replica = self.replicas.get(index)
+            if replica is None:
+                replica = self.replicas[index] = PartReplica(self._setup, self._setup.parts[index])
+            if replica.values is not None:
+                continue
+            if configuration.primaries[index] == self.rank:
+                return self._fail(f"part {index} was lost with its primary before it was copied to rank {self.rank}")
+            request = RequestCopy(configuration.epoch, index, self.state.position)
+            actions.append(OutgoingMessage(configuration.primaries[index], request))
+        return actions
+
+    def wants_state(self, message: ServerState) -> bool:
+        """Whether load_state() is to be called with what came with this message."""
+        return not self.has_state and message.epoch == self.configuration.epoch
+
+    def load_state(self, state: LogState, now_s: float) -> list[Action]:
+        """The sequencer has sent its state to this server, which was added: it takes part from now on."""
+        self.state = self.log.state = state
+        self.has_state = True
+        actions: list[Action] = [*self.log.begin_at(state.position), *self._request_copies()]
+        early, self._early = self._early, []
+        for source, message, payload in early:
+            actions += self.handle(source, message, payload, now_s)
+        return actions
 
     # --- messages of the current epoch -----------------------------------------------------------------------------
 
@@ -326,7 +394,8 @@ class ServerCore:
         """Keep gradients, and pass them on; the last replica tells the worker."""
         index, worker, step = message.part, message.worker, message.step
         replica = self.replicas.get(index)
-        is_gone = worker not in self.state.clocks.clocks
+        # One that is not known at all is about to be added
+        is_gone = worker in self.state.steps and worker not in self.state.clocks.clocks
         if replica is None or (is_gone and step > self.state.steps[worker]):  # dropped when the worker was removed
             return []
         replica.stage(worker, step, gradient)
@@ -351,7 +420,8 @@ class ServerCore:
             self._copy_requests.remove(request)
             epoch, part = self.configuration.epoch, message.part
             for (worker, step), gradient in replica.staged.items():  # first: the copy lets updates be applied
-                actions.append(OutgoingMessage(server, ReplicatePart(epoch, worker, step, part), gradient))
+                kept = gradient.copy()  # a worker of this rank may change it as soon as it is applied
+                actions.append(OutgoingMessage(server, ReplicatePart(epoch, worker, step, part), kept))
             copy = PartCopy(epoch, part, self.state.position, dict(replica.applied))
             actions.append(OutgoingMessage(server, copy, replica.make_copy()))
         return actions
@@ -364,7 +434,12 @@ class ServerCore:
         while self.log.ready:
             record = self.log.ready.popleft()
             for effect in self.state.apply(record):
-                actions += self._carry_out(record.position, effect)
+                if not isinstance(effect, WorkerAdded):
+                    actions += self._carry_out(record.position, effect)
+                elif effect.worker not in self.members:  # gone since it asked for it
+                    actions += self.log.worker_lost(effect.worker, record.time_s)
+        for server in self.log.take_newcomers():
+            actions += [SendState(server, self.state), *self.log.follow_state(server, self.state.position)]
         return [*actions, *self._send_copies(), *self._finish()]
 
     def _finish(self) -> list[Action]:
@@ -375,7 +450,7 @@ class ServerCore:
         if not self.log.is_everywhere:  # a server must not end before all know, or the others miss it
             return []
         self._finished_epoch = epoch
-        return [OutgoingMessage(rank, Finished(epoch)) for rank in self._members]
+        return [OutgoingMessage(rank, Finished(epoch)) for rank in self.members]
 
     def _carry_out(self, position: int, effect: Effect) -> Iterable[Action]:
         if isinstance(effect, Update):
@@ -435,7 +510,8 @@ class ServerCore:
         if not without or not living or living[0] != self.rank:
             return []
         try:
-            return [Propose(remove_servers(self.configuration, without, self._setup.parts))]
+            replicate = self._setup.replicate
+            return [Propose(change_servers(self.configuration, self._setup.parts, lost=without, replicate=replicate))]
         except PartsLost as error:
             if without <= self._lost:
                 ranks = " and ".join(str(rank) for rank in sorted(without))
@@ -448,4 +524,4 @@ class ServerCore:
     def _fail(self, reason: str) -> list[Action]:
         self.failure = reason
         message = ServersFailed(self.configuration.epoch, reason)
-        return [OutgoingMessage(rank, message) for rank in self._members if rank != self.rank]
+        return [OutgoingMessage(rank, message) for rank in self.members if rank != self.rank]

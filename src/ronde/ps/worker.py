@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ronde.errors import ProtocolError
-from ronde.ps.commit_log import BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
+from ronde.ps.commit_log import AddWorker, BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
 from ronde.ps.leases import Lease
 from ronde.ps.partition import Array, Configuration
 from ronde.ps.protocol import (
@@ -57,6 +57,17 @@ class PendingRead:
     """Whether the values of a part are followed by the states of the optimizer."""
     version: int = -1
     values: dict[int, Array] = field(default_factory=dict)
+    """By part, what has come and was not taken."""
+
+    @property
+    def untaken(self) -> set[int]:
+        """The parts that have not come, and those that nobody has taken."""
+        return self.missing | self.values.keys()
+
+    def take(self) -> dict[int, Array]:
+        """What has come and was not taken before."""
+        values, self.values = self.values, {}
+        return values
 
 
 class WorkerCore:
@@ -79,6 +90,8 @@ class WorkerCore:
         """By request, leases that were granted and not taken by the owner."""
         self.rejections: dict[int, str] = {}
         """By request, why it cannot be done."""
+        self.has_joined = False
+        """Of a worker that comes later: whether the log knows it."""
         self.has_left = False
         """Whether the log knows that this worker has left."""
         self.read: PendingRead | None = None
@@ -126,6 +139,10 @@ class WorkerCore:
         """Ask for samples. Return the number of the request, under which `leases` gets them."""
         send = self._submit(TakeLease(self.rank, 0, epoch, num_samples, count))
         return self._last_request, [send]
+
+    def join(self) -> list[OutgoingMessage]:
+        """This worker comes later than the others. Nothing else may be asked for until it has joined."""
+        return [self._submit(AddWorker(self.rank, 0))]
 
     def leave(self) -> list[OutgoingMessage]:
         """This worker pushes and reads nothing any more."""
@@ -179,7 +196,7 @@ class WorkerCore:
         read = self.read
         if read is None or message.read != read.number or message.part not in read.missing or values is None:
             return
-        if read.values and message.version != read.version:
+        if read.version >= 0 and message.version != read.version:
             raise ProtocolError(
                 f"rank {self.rank} reads version {read.version} of the parameters, and got part {message.part} of "
                 f"version {message.version}"
@@ -202,6 +219,8 @@ class WorkerCore:
             self.committed_step = max(self.committed_step, entry.step)
             self.staleness = message.staleness
             self._pushes.pop(entry.step, None)
+        elif isinstance(entry, AddWorker):
+            self.has_joined = True
         elif isinstance(entry, RemoveWorker):
             self.has_left = True
 
