@@ -23,12 +23,15 @@ from ronde.comm.group import Group
 from ronde.comm.mailbox import MailboxMessage
 from ronde.comm.world import current_world, is_initialized, resolve_group
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
+from ronde.ps.compression import check_codec, decode_values, encode_values
+from ronde.ps.embedding_tables import EmbeddingTable, TablePart, cut_table, pack_arrays
 from ronde.ps.leases import Lease
 from ronde.ps.optimizers import GradientNoise, Optimizer
 from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
 from ronde.ps.protocol import FOR_WORKERS, NewConfiguration, OutgoingMessage, PartCopy, ServersFailed, decode, encode
 from ronde.ps.server import Action, Propose, ServerCore, ServerSetup
 from ronde.ps.staleness import StalenessSettings, parse_mode
+from ronde.ps.table_client import TableClient, check_rows, check_table_states, join_rows, make_first_rows
 from ronde.ps.worker import WorkerCore
 from ronde.text import format_rank_answers
 from ronde.types import Deadline
@@ -52,6 +55,8 @@ class _PushUnderWay:
         """The parts that were sent."""
         self.squares: dict[int, float] = {}
         """By part, the squared norm, if it is needed."""
+        self.rows: dict[str, list[tuple[Array, Array]]] = {}
+        """By table, the rows that were used, and their gradients."""
 
     def find_complete(self, tensor: int) -> list[int]:
         """The parts with slices of the tensor whose other slices are there as well."""
@@ -75,7 +80,13 @@ class ParameterServer:
     each part of the parameters is on two servers, and no update is lost when one of them is. `clip_norm` scales
     gradients down whose global norm is larger. `groups` gives tensors other options of the optimizer by name: they are
     in the group with this number. `noise` is added to all gradients.
-    `state` is what state_dict() of another parameter server has returned: the first rank's goes on from there.
+
+    `tables` are embedding tables by name (ronde.ps.EmbeddingTable). They are on the servers only: rows() reads rows,
+    and stage_rows() gives the gradients of those that were used. `delay_compensation` corrects gradients for what
+    others have changed since the worker's read (DC-ASGD): g + delay_compensation * g * g * (w_now - w_read); the
+    servers then keep the parameters as each worker has read them. `compression` is what gradients and parameters travel
+    as: "none", "float16" or "bfloat16". `state` is what state_dict() of another parameter server has returned: the
+    first rank's goes on from there.
     """
 
     def __init__(
@@ -91,6 +102,9 @@ class ParameterServer:
         clip_norm: float = 0.0,
         groups: Mapping[str, int] | None = None,
         noise: GradientNoise | None = None,
+        tables: Mapping[str, EmbeddingTable] | None = None,
+        delay_compensation: float = 0.0,
+        compression: str | None = None,
         state: Mapping[str, Any] | None = None,
         suspect_s: float = SUSPECT_S,
         group: Group | None = None,
@@ -111,10 +125,24 @@ class ParameterServer:
         """The arrays, by name."""
         self._flat = [array.reshape(-1) for array in self.parameters.values()]
         self._indices = {name: index for index, name in enumerate(self.parameters)}
+        self.tables = dict(tables or {})
+        """The embedding tables, by name."""
+        self._first_rows: Mapping[str, Mapping[str, Array]] = {}
+        """By table, the rows that a state has."""
         self._first_states: dict[str, Array] = {} if state is None else self._load_state(state)
         version = 0 if state is None else int(state["version"])
         setup, configuration = self._agree(
-            optimizer, mode, staleness, servers, workers, replicate, clip_norm, groups, version
+            optimizer,
+            mode,
+            staleness,
+            servers,
+            workers,
+            replicate,
+            clip_norm,
+            groups,
+            version,
+            delay_compensation,
+            check_codec(compression),
         )
         self.mode = setup.staleness.mode.value
         self.is_worker = self.rank in setup.workers
@@ -128,10 +156,14 @@ class ParameterServer:
         """Leases whose samples were handed out since the last push."""
         self._error: RondeError | None = None
         self._server = ServerCore(self.rank, setup, configuration) if self.is_server else None
-        self._worker = WorkerCore(self.rank, len(setup.parts), configuration)
+        self._worker = WorkerCore(self.rank, len(setup.parts), configuration, len(setup.table_parts))
         """Of a rank that is only a server, it takes what is told to all members."""
         self._changed = threading.Condition()
         """Guards the WorkerCore, and tells that it has changed."""
+        self._version = setup.version
+        self._table_client = TableClient(
+            setup, tuple(self.tables), self._worker, self._changed, send=self._send, wait_until=self._wait_until
+        )
         self._is_served = threading.Event()
         """Set when all parts of this server have values."""
         self._may_handle = threading.Event()
@@ -145,8 +177,7 @@ class ParameterServer:
     @property
     def version(self) -> int:
         """The number of updates in the parameters that this rank has read."""
-        read = self._worker.read
-        return 0 if read is None or read.missing else read.version
+        return self._version
 
     @property
     def staleness(self) -> int:
@@ -171,6 +202,29 @@ class ParameterServer:
         self._push_under_way.gradients[index] = self._check_gradient(name, gradient)
         self._stage_parts(self._push_under_way.find_complete(index))
 
+    def rows(self, table: str, rows: Array) -> Array:
+        """The values of rows of a table, given by their numbers, in an array with one more dimension. They are of the
+        same version as `parameters`: that of this rank's last step() or pull(), whatever others have pushed since."""
+        self._check_worker()
+        return self._table_client.read(table, self._check_rows(table, rows))
+
+    def prefetch_rows(self, table: str, rows: Array) -> None:
+        """Ask for rows of the version that the next step() or pull() reads, ahead of it, so that rows() has them."""
+        self._check_worker()
+        self._table_client.prefetch(table, self._check_rows(table, rows))
+
+    def stage_rows(self, table: str, rows: Array, gradients: Array) -> None:
+        """Give the gradients of rows of a table, ahead of step() or push(); one vector for each row. Those of a row
+        that is there several times are added. They are kept, and sent with the step."""
+        self._check_worker()
+        numbers = self._check_rows(table, rows).reshape(-1)
+        values = np.asarray(gradients)
+        shape = (*np.shape(rows), self.tables[table].dim)
+        if values.shape != shape:
+            raise ValueError(f"the gradients of rows of {table} must have the shape {shape}, got {values.shape}")
+        values = values.astype(self.tables[table].dtype, copy=True).reshape(len(numbers), -1)
+        self._push_under_way.rows.setdefault(table, []).append((numbers, values))
+
     def step(
         self,
         gradients: Mapping[str, Array] | Sequence[Array] | None = None,
@@ -179,9 +233,10 @@ class ParameterServer:
     ) -> int:
         """Push gradients, and read the parameters for the next step into `parameters`. Return their version.
 
-        Without gradients, all of them were given to stage(). `lrs` are learning rates by group of tensors, in place of
-        the optimizer's own; in "sync" mode those of the first worker count. It returns when the push is committed and
-        cannot be lost any more, and, unless the mode is "async", when no worker is too far behind.
+        Without gradients, all of them were given to stage(). Those of rows of tables are given to stage_rows(). `lrs`
+        are learning rates by group of tensors, in place of the optimizer's own; in "sync" mode those of the first
+        worker count. It returns when the push is committed and cannot be lost any more, and, unless the mode is
+        "async", when no worker is too far behind.
         """
         self._push(gradients, lrs, read=True)
         self._wait_until(self._is_stepped, f"step {self._step}")
@@ -217,17 +272,18 @@ class ParameterServer:
             read = self._worker.read
             assert read is not None
             parts, read.values = read.values, {}
+        tables = {name: join_rows(self._setup, number, parts) for number, name in enumerate(self.tables)}
         num_states = self._setup.optimizer.num_states
         values = {name: np.empty_like(array) for name, array in self.parameters.items()}
         states = {name: np.empty((num_states, *each.shape), each.dtype) for name, each in self.parameters.items()}
         flat_values = [array.reshape(-1) for array in values.values()]
-        for index, copy in parts.items():
-            part = self._setup.parts[index]
+        for index, part in enumerate(self._setup.parts):
+            copy = parts[index]
             rows = copy.reshape(1 + num_states, part.size)
             part.scatter(rows[0], flat_values)
             for number in range(num_states):
                 part.scatter(rows[1 + number], [each.reshape(num_states, -1)[number] for each in states.values()])
-        return {"version": read.version, "parameters": values, "optimizer": states}
+        return {"version": read.version, "parameters": values, "optimizer": states, "tables": tables}
 
     def samples(self, num_samples: int, batch_size: int, *, epoch: int = 0) -> Iterator[Array]:
         """Yield indices of samples to train on, batch_size at a time, until every sample of the epoch is used.
@@ -287,6 +343,8 @@ class ParameterServer:
         clip_norm: float,
         groups: Mapping[str, int] | None,
         version: int,
+        delay_compensation: float,
+        compression: str,
     ) -> tuple[ServerSetup, Configuration]:
         """What all members have to know alike. Raises Mismatch on all of them if they differ."""
         ranks = self._group.ranks
@@ -304,18 +362,49 @@ class ParameterServer:
             TensorSpec(name, array.shape, array.dtype.name, (groups or {}).get(name, 0))
             for name, array in self.parameters.items()
         )
-        if not any(tensor.size for tensor in tensors):
-            raise ValueError("a parameter server needs at least one parameter that is not empty")
+        if not any(tensor.size for tensor in tensors) and not self.tables:
+            raise ValueError("a parameter server needs at least one parameter that is not empty, or a table")
+        if not (delay_compensation >= 0 and math.isfinite(delay_compensation)):
+            raise ValueError(f"delay_compensation must be 0 or more, got {delay_compensation}")
+        for name, table in self.tables.items():
+            if not isinstance(table, EmbeddingTable):
+                raise TypeError(f"table {name} must be a ronde.ps.EmbeddingTable, got {type(table).__name__}")
+        tables = tuple(
+            (name, table.num_rows, table.dim, table.dtype, table.group) for name, table in self.tables.items()
+        )
         own = (tensors, mode, staleness, tuple(server_ranks), tuple(worker_ranks), replicate, clip_norm)
+        own = (*own, tables, delay_compensation, compression)
         described = objects.allgather(own, group=self._group)
         if any(each != described[0] for each in described):
             answers = {rank: _describe(each) for rank, each in zip(ranks, described, strict=True)}
             raise Mismatch(f"ranks disagree on a parameter server: {format_rank_answers(answers)}")
         agreed: Optimizer
-        agreed, version = objects.broadcast((optimizer, version), root=ranks[0], group=self._group)
+        first = (optimizer, version, self.tables)
+        agreed, version, self.tables = objects.broadcast(first, root=ranks[0], group=self._group)
+        for name, table in self.tables.items():
+            if (table.optimizer or agreed).needs_whole_tensors:
+                kind = type(table.optimizer or agreed).__name__
+                raise ValueError(
+                    f"{kind} cannot train table {name}, of which a step has some rows; give it another one"
+                )
         parts = cut_into_parts(tensors, len(server_ranks), keep_whole=agreed.needs_whole_tensors)
-        setup = ServerSetup(parts, tuple(sorted(worker_ranks)), settings, agreed, clip_norm, version)
-        return setup, make_configuration(parts, server_ranks, replicate=replicate)
+        parts = parts or (Part((), "float32", 0),)  # with nothing but tables, a read still has its version
+        table_parts: list[TablePart] = []
+        for index, table in enumerate(self.tables.values()):
+            table_parts += cut_table(index, table, len(server_ranks))
+        setup = ServerSetup(
+            parts,
+            tuple(sorted(worker_ranks)),
+            settings,
+            agreed,
+            clip_norm,
+            version,
+            tuple(self.tables.values()),
+            tuple(table_parts),
+            delay_compensation,
+            compression,
+        )
+        return setup, make_configuration(setup.all_parts, server_ranks, replicate=replicate)
 
     def _load(self, configuration: Configuration) -> None:
         """The first rank gives the servers the first values; all workers read them."""
@@ -326,6 +415,12 @@ class ParameterServer:
                 copy = np.concatenate(rows)
                 for to in configuration.replicas_of(index):
                     self._mailbox.post(to, encode(PartCopy(1, index, 0, {})), copy)
+            for number, table_part in enumerate(self._setup.table_parts):
+                index = len(self._setup.parts) + number
+                first_rows = make_first_rows(self._setup, table_part, self._first_rows)
+                for to in configuration.replicas_of(index):
+                    self._mailbox.post(to, encode(PartCopy(1, index, 0, {})), first_rows)
+            self._first_rows = {}
         if self._server is not None:
             deadline = Deadline(self._group.operation_timeout_s)
             while not self._server.is_ready:  # set by the thread of the mailbox
@@ -345,6 +440,7 @@ class ParameterServer:
             raise ValueError(f"state must have the names of the parameters; these differ: {', '.join(differ)}")
         for name, array in self.parameters.items():
             array[...] = given[name]
+        self._first_rows = check_table_states(self.tables, state.get("tables", {}))
         return dict(state["optimizer"])
 
     def _flatten_first_states(self) -> list[list[Array]]:
@@ -381,6 +477,9 @@ class ParameterServer:
         if lrs and len(lrs) <= max(part.group for part in self._setup.parts):
             raise ValueError(f"lrs must have one learning rate for each group of tensors, got {list(lrs)}")
         self._stage_parts([index for index in range(len(self._setup.parts)) if index not in under_way.staged])
+        for name, pushes in under_way.rows.items():
+            for index, rows, values in self._table_client.cut_push(name, pushes):
+                self._stage_piece(index, values, rows)
         norm = math.sqrt(sum(under_way.squares[index] for index in sorted(under_way.squares)))
         self._step += 1
         self._push_under_way = _PushUnderWay(self._setup.parts)
@@ -391,17 +490,28 @@ class ParameterServer:
 
     def _stage_parts(self, indices: Iterable[int]) -> None:
         """Send parts whose gradients are all there."""
-        under_way, step = self._push_under_way, self._step + 1
         for index in indices:
-            piece = self._setup.parts[index].gather(under_way.gradients)
-            if self._noise is not None:
-                self._noise.add_to(piece, self.rank, step, index)
-            if self._setup.clip_norm and self.mode != "sync":  # there the norm of the mean counts, which servers know
-                under_way.squares[index] = float(np.dot(piece, piece))
-            under_way.staged.add(index)
-            with self._changed:
-                sends = self._worker.stage(step, index, piece)
-            self._send(sends)
+            self._stage_piece(index, self._setup.parts[index].gather(self._push_under_way.gradients))
+
+    def _stage_piece(self, index: int, piece: Array, rows: Array | None = None) -> None:
+        """Send the gradients of a part, or of some rows of a part of a table. They are this object's own memory."""
+        under_way, step = self._push_under_way, self._step + 1
+        if self._noise is not None:
+            self._noise.add_to(piece, self.rank, step, index)
+        if self._setup.clip_norm and self.mode != "sync":  # there the norm of the mean counts, which servers know
+            under_way.squares[index] = float(np.dot(piece, piece))
+        under_way.staged.add(index)
+        payload = encode_values(piece, self._setup.compression)
+        if rows is not None:
+            payload = pack_arrays([rows, payload.reshape(len(rows), -1)])
+        with self._changed:
+            sends = self._worker.stage(step, index, payload)
+        self._send(sends)
+
+    def _check_rows(self, table: str, rows: Array) -> Array:
+        if table not in self.tables:
+            raise ValueError(f"there is no table {table!r}")
+        return check_rows(table, self.tables[table], rows)
 
     def _check_gradients(self, gradients: Mapping[str, Array] | Sequence[Array]) -> list[Array]:
         if isinstance(gradients, Mapping):
@@ -433,7 +543,10 @@ class ParameterServer:
             assert read is not None and not read.missing
             values, read.values = read.values, {}
         for index, array in values.items():
-            self._setup.parts[index].scatter(array, self._flat)
+            part = self._setup.parts[index]
+            part.scatter(decode_values(array, part.dtype), self._flat)
+        self._version = read.version
+        self._table_client.begin_step(read.number, read.version)
         return read.version
 
     def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
@@ -573,9 +686,10 @@ def _check_array(name: str, array: Any) -> Array:
 
 
 def _describe(description: tuple[Any, ...]) -> str:
-    tensors, mode, staleness, servers, workers, replicate, clip_norm = description
+    tensors, mode, staleness, servers, workers, replicate, clip_norm, tables, compensation, compression = description
     names = ", ".join(f"{tensor.name} {tensor.dtype}{list(tensor.shape)}" for tensor in tensors[:4])
     return (
         f"{len(tensors)} tensors ({names}{', …' if len(tensors) > 4 else ''}), mode {mode!r}, staleness {staleness}, "
-        f"servers {list(servers)}, workers {list(workers)}, replicate {replicate}, clip_norm {clip_norm:g}"
+        f"servers {list(servers)}, workers {list(workers)}, replicate {replicate}, clip_norm {clip_norm:g}, tables "
+        f"{list(tables)}, delay_compensation {compensation:g}, compression {compression}"
     )

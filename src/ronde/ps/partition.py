@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -76,6 +76,8 @@ class Part:
 
     def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array]) -> Array:
         """The elements of the part, in new memory."""
+        if not self.slices:
+            return np.zeros(0, self.dtype)
         return np.concatenate([flat_tensors[piece.tensor][piece.start : piece.stop] for piece in self.slices])
 
     def scatter(self, values: Array, flat_tensors: Sequence[Array]) -> None:
@@ -122,6 +124,13 @@ def cut_into_parts(
     return tuple(parts)
 
 
+class Sized(Protocol):
+    """A part of anything."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class Configuration(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Which servers there are, and which parts they hold. There is one for each epoch."""
 
@@ -156,7 +165,7 @@ class PartsLost(Exception):
         super().__init__(f"{len(self.parts)} parts were only on servers {self.servers}")
 
 
-def make_configuration(parts: Sequence[Part], servers: Iterable[int], *, replicate: bool = True) -> Configuration:
+def make_configuration(parts: Sequence[Sized], servers: Iterable[int], *, replicate: bool = True) -> Configuration:
     """The configuration of the first epoch: the largest part first, each to the server that has the fewest bytes."""
     ranks = tuple(servers)
     if not ranks:
@@ -171,7 +180,7 @@ def make_configuration(parts: Sequence[Part], servers: Iterable[int], *, replica
     return Configuration(1, ranks, tuple(primaries), tuple(backups))
 
 
-def remove_servers(configuration: Configuration, lost: Collection[int], parts: Sequence[Part]) -> Configuration:
+def remove_servers(configuration: Configuration, lost: Collection[int], parts: Sequence[Sized]) -> Configuration:
     """The configuration of the next epoch, without these servers. The backups of their parts become primaries, and
     parts that had a backup and have none now get another one if there is a server for it. Raises PartsLost."""
     servers = tuple(rank for rank in configuration.servers if rank not in lost)
@@ -191,7 +200,7 @@ def remove_servers(configuration: Configuration, lost: Collection[int], parts: S
     return Configuration(configuration.epoch + 1, servers, tuple(primaries), tuple(backups))
 
 
-def _add_backups(parts: Sequence[Part], servers: Sequence[int], primaries: list[int], backups: list[int]) -> None:
+def _add_backups(parts: Sequence[Sized], servers: Sequence[int], primaries: list[int], backups: list[int]) -> None:
     """Give each part that has no backup one on another server than its primary, by bytes."""
     loads = dict.fromkeys(servers, 0)
     for index, part in enumerate(parts):
