@@ -240,7 +240,7 @@ class ParameterServer:
         return self.version
 
     def wait_for(self, name: str) -> None:
-        """Wait until one parameter has the values of the step that was started last. Others may be on their way: call it
+        """Wait until one parameter has the values of the step that was started last; others may be on their way. Called
         ahead of each layer in a forward pass. If a server is lost meanwhile, the read begins anew, and layers that have
         run have used the values of the first one."""
         if self._is_step_under_way:
