@@ -1,5 +1,5 @@
-"""What the asynchronous optimizers of frameworks share whose arrays cannot be written in place: copies of the parameters
-in arrays of NumPy, which a parameter server trains. ronde.torch has none: there the server writes to the tensors.
+"""What asynchronous optimizers share in frameworks whose arrays cannot be written in place: copies of the parameters in
+arrays of NumPy, which a parameter server trains. ronde.torch needs none: there the server writes to the tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ronde.ps.partition import Array
 
 
 class AsyncTraining:
-    """Copies of parameters that a parameter server trains. Made by all ranks alike; `values` of the first rank count."""
+    """Copies of parameters that a parameter server trains. Made by all ranks alike; those of the first rank count."""
 
     def __init__(
         self,
