@@ -4,6 +4,9 @@ It connects the state machines of this package to a mailbox. A rank that is a se
 worker a WorkerCore, and many are both. The thread of the mailbox owns the ServerCore; the WorkerCore is shared with the
 threads of the program, under a lock. Nothing in the thread of the mailbox waits for another rank, but for the one
 answer of the coordinator when a server is lost.
+
+What a rank sends to itself does not go through the mailbox: it is handed to the thread by reference, so nothing is
+copied. A thread of the program wakes it with an empty message.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,7 +33,16 @@ from ronde.ps.embedding_tables import EmbeddingTable, TablePart, cut_table, pack
 from ronde.ps.leases import Lease
 from ronde.ps.optimizers import GradientNoise, Optimizer
 from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
-from ronde.ps.protocol import FOR_WORKERS, NewConfiguration, OutgoingMessage, PartCopy, ServersFailed, decode, encode
+from ronde.ps.protocol import (
+    FOR_WORKERS,
+    NewConfiguration,
+    OutgoingMessage,
+    PartCopy,
+    ServerMessage,
+    ServersFailed,
+    decode,
+    encode,
+)
 from ronde.ps.server import Action, Propose, ServerCore, ServerSetup
 from ronde.ps.staleness import StalenessSettings, parse_mode
 from ronde.ps.table_client import TableClient, check_rows, check_table_states, join_rows, make_first_rows
@@ -41,7 +55,14 @@ WAIT_CHECK_S = 0.1
 SUSPECT_S = 10.0
 """A server that has not answered for so long while a worker waits is replaced by its backup, as if it were lost."""
 
+TAKE_BYTES = 2 * 1024 * 1024
+"""A waiting program writes parts of a read to the parameters when so much of it has come, while more is on its way."""
+WAKE_UP = b""
+"""The header of a message that only wakes the thread of the mailbox."""
+
 logger = logging.getLogger("ronde.ps")
+
+_T = TypeVar("_T")
 
 
 class _PushUnderWay:
@@ -150,6 +171,11 @@ class ParameterServer:
         self.is_server = self.rank in configuration.servers
         """Whether this rank holds parts of the parameters."""
         self._setup = setup
+        self._parts_of = [
+            {index for index, part in enumerate(setup.parts) if any(piece.tensor == tensor for piece in part.slices)}
+            for tensor in range(len(self.parameters))
+        ]
+        """By tensor, the parts that have some of it."""
         self._step = 0
         self._push_under_way = _PushUnderWay(setup.parts)
         self._open_leases: list[int] = []
@@ -164,6 +190,14 @@ class ParameterServer:
         self._table_client = TableClient(
             setup, tuple(self.tables), self._worker, self._changed, send=self._send, wait_until=self._wait_until
         )
+        self._awaited: list[Callable[[], bool]] = []
+        """What threads of the program wait for: they are not woken for anything else."""
+        self._is_step_under_way = False
+        """Whether a step was started whose read has not been taken."""
+        self._to_self: deque[tuple[ServerMessage, Array | None]] = deque()
+        """What this rank has sent to itself, for the thread of the mailbox."""
+        self._mailbox_thread = 0
+        """Its number, when it has handled a message."""
         self._is_served = threading.Event()
         """Set when all parts of this server have values."""
         self._may_handle = threading.Event()
@@ -206,6 +240,7 @@ class ParameterServer:
         """The values of rows of a table, given by their numbers, in an array with one more dimension. They are of the
         same version as `parameters`: that of this rank's last step() or pull(), whatever others have pushed since."""
         self._check_worker()
+        self.finish_step()
         return self._table_client.read(table, self._check_rows(table, rows))
 
     def prefetch_rows(self, table: str, rows: Array) -> None:
@@ -238,9 +273,38 @@ class ParameterServer:
         worker count. It returns when the push is committed and cannot be lost any more, and, unless the mode is
         "async", when no worker is too far behind.
         """
+        self._push(gradients, lrs, read=True, copy=False)
+        return self.finish_step()
+
+    def start_step(
+        self, gradients: Mapping[str, Array] | Sequence[Array] | None = None, *, lrs: Sequence[float] = ()
+    ) -> None:
+        """As step(), without waiting. Gradients are copied. The parameters change only in finish_step(), wait_for()
+        and the next call that pushes or reads, which finishes this step when its own gradients are on their way.
+
+        In "async" mode a worker can so compute and send the next gradients while the parameters are on their way to it:
+        they are then one step older. In the other modes call wait_for() or finish_step() before parameters are used.
+        """
         self._push(gradients, lrs, read=True)
-        self._wait_until(self._is_stepped, f"step {self._step}")
-        return self._take_read()
+
+    def finish_step(self) -> int:
+        """Wait until the step that was started last is committed and its read is in `parameters`. Return the version of
+        the parameters."""
+        if self._is_step_under_way:
+            self._read_until(self._is_stepped, f"step {self._step}")
+            self._is_step_under_way = False
+        return self.version
+
+    def wait_for(self, name: str) -> None:
+        """Wait until one parameter has the values of the step that was started last; others may be on their way. Called
+        ahead of each layer in a forward pass. If a server is lost meanwhile, the read begins anew, and layers that have
+        run have used the values of the first one."""
+        if self._is_step_under_way:
+            read = self._worker.read
+            parts = self._parts_of[self._indices[name]]
+            assert read is not None
+            if read.untaken and not parts.isdisjoint(read.untaken):
+                self._read_until(lambda: self._has_parts(parts), f"{name} in step {self._step}")
 
     def push(
         self, gradients: Mapping[str, Array] | Sequence[Array] | None = None, *, lrs: Sequence[float] = ()
@@ -252,11 +316,12 @@ class ParameterServer:
     def pull(self) -> int:
         """Read the parameters, all of one version, into `parameters`. Return the version."""
         self._check_worker()
+        self.finish_step()
         with self._changed:
             sends = self._worker.begin_read()
         self._send(sends)
-        self._wait_until(self._has_read, "a read of the parameters")
-        return self._take_read()
+        self._read_until(self._has_read, "a read of the parameters")
+        return self.version
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters and the states of the optimizer, all of one version, as arrays by name: what is needed to go
@@ -264,6 +329,7 @@ class ParameterServer:
         several, whenever they like; `parameters` are not changed.
         """
         self._check_worker()
+        self.finish_step()
         with self._changed:
             sends = self._worker.begin_read(with_states=True)
         self._send(sends)
@@ -311,6 +377,7 @@ class ParameterServer:
     def close(self) -> None:
         """Leave, and wait until all workers have; the parts of this rank are served until then. Idempotent."""
         if self.is_worker and not self._worker.has_left:
+            self.finish_step()
             with self._changed:
                 sends = self._worker.leave()
             self._send(sends)
@@ -463,8 +530,15 @@ class ParameterServer:
     # --- what a worker does ----------------------------------------------------------------------------------------
 
     def _push(
-        self, gradients: Mapping[str, Array] | Sequence[Array] | None, lrs: Sequence[float], *, read: bool
+        self,
+        gradients: Mapping[str, Array] | Sequence[Array] | None,
+        lrs: Sequence[float],
+        *,
+        read: bool,
+        copy: bool = True,
     ) -> None:
+        """Send what is not staged yet, and commit it. Gradients that are not copied must not be changed until the read
+        has come: then nobody here needs them any more."""
         self._check_worker()
         under_way = self._push_under_way
         if gradients is not None:
@@ -476,25 +550,32 @@ class ParameterServer:
             raise ValueError(f"no gradient was given for {', '.join(missing)}")
         if lrs and len(lrs) <= max(part.group for part in self._setup.parts):
             raise ValueError(f"lrs must have one learning rate for each group of tensors, got {list(lrs)}")
-        self._stage_parts([index for index in range(len(self._setup.parts)) if index not in under_way.staged])
+        unstaged = [index for index in range(len(self._setup.parts)) if index not in under_way.staged]
+        self._stage_parts(unstaged, copy=copy)
         for name, pushes in under_way.rows.items():
             for index, rows, values in self._table_client.cut_push(name, pushes):
                 self._stage_piece(index, values, rows)
+        self.finish_step()  # the one before; these gradients are on their way meanwhile
         norm = math.sqrt(sum(under_way.squares[index] for index in sorted(under_way.squares)))
         self._step += 1
         self._push_under_way = _PushUnderWay(self._setup.parts)
         leases, self._open_leases = self._open_leases, []
         with self._changed:
             sends = self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs)
+        self._is_step_under_way = read
         self._send(sends)
 
-    def _stage_parts(self, indices: Iterable[int]) -> None:
+    def _stage_parts(self, indices: Iterable[int], *, copy: bool = True) -> None:
         """Send parts whose gradients are all there."""
         for index in indices:
-            self._stage_piece(index, self._setup.parts[index].gather(self._push_under_way.gradients))
+            piece = self._setup.parts[index].gather(
+                self._push_under_way.gradients, copy=copy or self._noise is not None
+            )
+            self._stage_piece(index, piece)
 
     def _stage_piece(self, index: int, piece: Array, rows: Array | None = None) -> None:
-        """Send the gradients of a part, or of some rows of a part of a table. They are this object's own memory."""
+        """Send the gradients of a part, or of some rows of a part of a table. They are this object's own memory, if
+        noise is added."""
         under_way, step = self._push_under_way, self._step + 1
         if self._noise is not None:
             self._noise.add_to(piece, self.rank, step, index)
@@ -536,18 +617,30 @@ class ParameterServer:
     def _is_stepped(self) -> bool:
         return self._has_read() and self._worker.committed_step == self._step
 
-    def _take_read(self) -> int:
-        """Write what was read to the parameters."""
-        with self._changed:
-            read = self._worker.read
-            assert read is not None and not read.missing
-            values, read.values = read.values, {}
-        for index, array in values.items():
-            part = self._setup.parts[index]
-            part.scatter(decode_values(array, part.dtype), self._flat)
-        self._version = read.version
-        self._table_client.begin_step(read.number, read.version)
-        return read.version
+    def _has_parts(self, parts: Collection[int]) -> bool:
+        """Whether these parts of the read are there, or in the parameters already."""
+        read = self._worker.read
+        return read is not None and read.missing.isdisjoint(parts)
+
+    def _has_much(self) -> bool:
+        read, parts = self._worker.read, self._setup.parts
+        return read is not None and sum(parts[index].num_bytes for index in read.values) >= TAKE_BYTES
+
+    def _read_until(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait, and write what has come of the read to the parameters meanwhile."""
+        is_over = False
+        while not is_over:
+            self._wait_until(lambda: is_done() or self._has_much(), what)
+            with self._changed:
+                is_over, read = is_done(), self._worker.read
+                assert read is not None
+                values = read.take()
+            for index, array in values.items():
+                part = self._setup.parts[index]
+                part.scatter(decode_values(array, part.dtype), self._flat)
+        if not read.missing:
+            self._version = read.version
+            self._table_client.begin_step(read.number, read.version)
 
     def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
         with self._changed:
@@ -563,7 +656,7 @@ class ParameterServer:
         """Wait for answers of the servers. Servers that are silent for long are suspected."""
         deadline, ping_at_s = Deadline(self._group.operation_timeout_s), time.monotonic() + self._suspect_s / 2
         while True:
-            with self._changed:
+            with self._changed, _listed(self._awaited, is_done):
                 while not is_done():
                     self._check()
                     if deadline.expired:
@@ -601,26 +694,46 @@ class ParameterServer:
 
     def _on_message(self, message: MailboxMessage) -> None:
         self._may_handle.wait()
-        decoded, source, payload = decode(message.header), message.source, message.payload
-        is_for_workers = isinstance(decoded, FOR_WORKERS)
+        self._mailbox_thread = threading.get_ident()
+        header = message.header
         try:
-            if is_for_workers or isinstance(decoded, NewConfiguration):
-                with self._changed:
-                    sends = self._worker.handle(source, decoded, payload)
-                    self._changed.notify_all()
-                self._send(sends)
-            if self._server is not None and not is_for_workers:
-                self._carry_out(self._server.handle(source, decoded, payload, time.time()))
+            if header != WAKE_UP:
+                self._handle(message.source, decode(header), message.payload)
+            self._handle_own()
         except BaseException as error:
             self._fail(error)
             raise
+
+    def _handle(self, source: int, message: ServerMessage, payload: Array | None) -> None:
+        is_for_workers = isinstance(message, FOR_WORKERS)
+        if is_for_workers or isinstance(message, NewConfiguration):
+            with self._changed:
+                sends = self._worker.handle(source, message, payload)
+                self._notify()
+            self._send(sends)
+        if self._server is not None and not is_for_workers:
+            self._carry_out(self._server.handle(source, message, payload, time.time()))
+
+    def _handle_own(self) -> None:
+        """Handle what this rank has sent to itself."""
+        while self._to_self:
+            self._handle(self.rank, *self._to_self.popleft())
+
+    def _notify(self) -> None:
+        """Wake threads of the program if what they wait for is there. Called with the lock."""
+        worker = self._worker
+        is_over = worker.failure or worker.is_finished or self._error is not None
+        if is_over or any(is_done() for is_done in self._awaited):
+            self._changed.notify_all()
 
     def _on_lost(self, rank: int, why: str) -> None:
         self._may_handle.wait()
         logger.info("rank %d: rank %d is gone (%s)", self.rank, rank, why)
         if self._server is not None:
             try:
+                self._mailbox_thread = threading.get_ident()
                 self._carry_out(self._server.member_lost(rank, time.time()))
+                self._handle_own()
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -659,21 +772,39 @@ class ParameterServer:
         with self._changed:
             message = NewConfiguration(decided.epoch, decided)
             sends = self._worker.handle(self.rank, message, None)
-            self._changed.notify_all()
+            self._notify()
         self._send(sends)
 
     def _send(self, messages: Iterable[OutgoingMessage]) -> None:
         """Send without waiting. What is lost with a rank is sent again to another one, when the servers have
         changed."""
+        wakes = False
         for to, message, payload in messages:
-            try:
-                self._mailbox.post(to, encode(message), payload, wait=False)
-            except PeerLost:
-                continue
-            except RoundEnded:
-                if self._worker.is_finished:
-                    return
+            if to == self.rank:
+                self._to_self.append((message, payload))
+                wakes = True
+            else:
+                self._post(to, encode(message), payload)
+        if wakes and threading.get_ident() != self._mailbox_thread:
+            self._post(self.rank, WAKE_UP, None)
+
+    def _post(self, to: int, header: bytes, payload: Array | None) -> None:
+        try:
+            self._mailbox.post(to, header, payload, wait=False)
+        except PeerLost:
+            pass
+        except RoundEnded:
+            if not self._worker.is_finished:
                 raise
+
+
+@contextmanager
+def _listed(items: list[_T], item: _T) -> Iterator[None]:
+    items.append(item)
+    try:
+        yield
+    finally:
+        items.remove(item)
 
 
 def _check_array(name: str, array: Any) -> Array:

@@ -19,9 +19,12 @@ Array: TypeAlias = NDArray[Any]
 
 MAX_PART_BYTES = 4 * 1024 * 1024
 MIN_PART_BYTES = 64 * 1024
-"""Smaller parts would cost more in messages than they gain in balance."""
-PARTS_PER_SERVER = 4
-"""At least so many, if they are not smaller than MIN_PART_BYTES: then servers can be loaded evenly."""
+"""Smaller parts would cost more in messages than they gain in balance: a small model is not on all servers."""
+USUAL_PART_BYTES = 512 * 1024
+"""Below it one part per server is enough: a message costs about as much as copying so many bytes."""
+PARTS_PER_SERVER = 16
+"""At least so many, if they are not smaller than USUAL_PART_BYTES: a server passes one on while the next arrives, and
+servers can be loaded evenly."""
 NO_BACKUP = -1
 
 
@@ -74,10 +77,14 @@ class Part:
             ends.append(ends[-1] + piece.stop - piece.start)
         return tuple(ends)
 
-    def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array]) -> Array:
-        """The elements of the part, in new memory."""
+    def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array], *, copy: bool = True) -> Array:
+        """The elements of the part, in new memory. Without `copy` it may be that of a tensor, if they are there one
+        behind the other."""
         if not self.slices:
             return np.zeros(0, self.dtype)
+        if not copy and len(self.slices) == 1:
+            piece = self.slices[0]
+            return flat_tensors[piece.tensor][piece.start : piece.stop]
         return np.concatenate([flat_tensors[piece.tensor][piece.start : piece.stop] for piece in self.slices])
 
     def scatter(self, values: Array, flat_tensors: Sequence[Array]) -> None:
@@ -86,13 +93,20 @@ class Part:
             flat_tensors[piece.tensor][piece.start : piece.stop] = values[start:stop]
 
 
+def choose_part_bytes(total_bytes: int, num_servers: int, max_bytes: int = MAX_PART_BYTES) -> int:
+    """How large a part may be."""
+    share = -(-total_bytes // num_servers)
+    usual = max(MIN_PART_BYTES, min(USUAL_PART_BYTES, share))
+    return min(max_bytes, max(usual, -(-share // PARTS_PER_SERVER)))
+
+
 def cut_into_parts(
     tensors: Sequence[TensorSpec], num_servers: int, *, max_bytes: int = MAX_PART_BYTES, keep_whole: bool = False
 ) -> tuple[Part, ...]:
     """Cut tensors into parts, in their order. Every element is in exactly one part, and no part has more than
     max_bytes, unless tensors are to be kept whole, as optimizers need it that look at norms of tensors."""
     total_bytes = sum(tensor.size * np.dtype(tensor.dtype).itemsize for tensor in tensors)
-    limit_bytes = min(max_bytes, max(MIN_PART_BYTES, -(-total_bytes // (num_servers * PARTS_PER_SERVER))))
+    limit_bytes = choose_part_bytes(total_bytes, num_servers, max_bytes)
     parts: list[Part] = []
     slices: list[TensorSlice] = []
     room = 0

@@ -376,7 +376,8 @@ class ServerCore:
             self._copy_requests.remove(request)
             epoch, part = self.configuration.epoch, message.part
             for (worker, step), gradient in replica.staged.items():  # first: the copy lets updates be applied
-                actions.append(OutgoingMessage(server, ReplicatePart(epoch, worker, step, part), gradient))
+                kept = gradient.copy()  # a worker of this rank may change it as soon as it is applied
+                actions.append(OutgoingMessage(server, ReplicatePart(epoch, worker, step, part), kept))
             copy = PartCopy(epoch, part, self.state.position, dict(replica.applied))
             actions.append(OutgoingMessage(server, copy, replica.make_copy()))
         return actions

@@ -54,7 +54,9 @@ class TableClient:
         self.begin_step(0, setup.version)
 
     def begin_step(self, read_number: int, version: int) -> None:
-        """The worker has read the other parameters."""
+        """The worker has read the other parameters. Idempotent."""
+        if self._caches and read_number == self._read_number:
+            return
         self._read_number, self._version = read_number, version
         self._caches = {name: RowCache(table) for name, table in self._tables.items()}
 

@@ -59,6 +59,17 @@ class PendingRead:
     """Whether the values of a part are followed by the states of the optimizer."""
     version: int = -1
     values: dict[int, Array] = field(default_factory=dict)
+    """By part, what has come and was not taken."""
+
+    @property
+    def untaken(self) -> set[int]:
+        """The parts that have not come, and those that nobody has taken."""
+        return self.missing | self.values.keys()
+
+    def take(self) -> dict[int, Array]:
+        """What has come and was not taken before."""
+        values, self.values = self.values, {}
+        return values
 
 
 @dataclass(slots=True)
@@ -215,7 +226,7 @@ class WorkerCore:
         read = self.read
         if read is None or message.read != read.number or message.part not in read.missing or values is None:
             return
-        if read.values and message.version != read.version:
+        if read.version >= 0 and message.version != read.version:
             raise ProtocolError(
                 f"rank {self.rank} reads version {read.version} of the parameters, and got part {message.part} of "
                 f"version {message.version}"

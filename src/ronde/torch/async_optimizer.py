@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -40,6 +41,10 @@ class AsyncOptimizer(Optimizer):
 
     With `overlap`, gradients are sent while the backward pass runs. Then a step has one backward pass, and nothing may
     change gradients after it; an error says so. Parameters without a gradient are pushed with zeros.
+
+    With `module`, the model that has the parameters, step() does not wait: parameters are read while the forward pass
+    runs, and each layer waits for its own before its forward(). Code that uses parameters outside of a forward() calls
+    finish_step() before.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class AsyncOptimizer(Optimizer):
         server_optimizer: ServerOptimizer | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         overlap: bool = False,
+        module: nn.Module | None = None,
         group: Group | None = None,
         **options: Any,  # of ParameterServer
     ) -> None:
@@ -96,6 +102,10 @@ class AsyncOptimizer(Optimizer):
         if overlap:
             for name, parameter in self._named.items():
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(name)))
+        self._is_lazy = module is not None
+        """Whether layers wait for their own parameters."""
+        if module is not None:
+            self._add_forward_hooks(module)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, and read the parameters for the next step. In "async" mode it waits for no other worker.
@@ -104,7 +114,13 @@ class AsyncOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        lrs = [float(each["lr"]) for each in self.param_groups] if self._learns_lr else []
+        for embedding in self._embeddings.values():
+            embedding.stage_gradients()
         staged, self._staged = self._staged, {}
+        if not staged and not self._is_lazy:
+            self.server.step([_gradient_array(parameter) for parameter in self._named.values()], lrs=lrs)
+            return loss
         for name, parameter in self._named.items():
             gradient = parameter.grad
             if name in staged:
@@ -115,10 +131,9 @@ class AsyncOptimizer(Optimizer):
                     )
                 continue
             self.server.stage(name, _gradient_array(parameter))
-        for embedding in self._embeddings.values():
-            embedding.stage_gradients()
-        lrs = [float(each["lr"]) for each in self.param_groups] if self._learns_lr else []
-        self.server.step(lrs=lrs)
+        self.server.start_step(lrs=lrs)
+        if not self._is_lazy:
+            self.server.finish_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -126,6 +141,10 @@ class AsyncOptimizer(Optimizer):
         super().zero_grad(set_to_none)
         for embedding in self._embeddings.values():
             embedding.drop_gradients()
+
+    def finish_step(self) -> None:
+        """Wait until the parameters are those of the last step, all of one version."""
+        self.server.finish_step()
 
     def samples(self, num_samples: int, batch_size: int, *, epoch: int = 0) -> Iterator[Tensor]:
         """Yield indices of samples to train on, until every sample of the epoch is used exactly once by some worker.
@@ -143,6 +162,23 @@ class AsyncOptimizer(Optimizer):
             hook.remove()
         self._hooks.clear()
         self.server.close()
+
+    def _add_forward_hooks(self, module: nn.Module) -> None:
+        """Let each layer wait for its parameters, also those that layers share."""
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        found: set[str] = set()
+        for layer in module.modules():
+            own = [names[id(each)] for each in layer.parameters(recurse=False) if id(each) in names]
+            if own:
+                self._hooks.append(layer.register_forward_pre_hook(partial(self._wait_for_layer, own)))
+                found.update(own)
+        missing = [name for name in self._named if name not in found]
+        if missing:
+            raise ValueError(f"module does not have the parameter {missing[0]}, so nobody would wait for it")
+
+    def _wait_for_layer(self, names: Sequence[str], *_: object) -> None:
+        for name in names:
+            self.server.wait_for(name)
 
     def _make_hook(self, name: str) -> Callable[[Tensor], None]:
         def send(parameter: Tensor) -> None:
