@@ -59,6 +59,10 @@ class RemoveWorker(LogEntry, frozen=True):
     """The worker has left, or is lost. Its committed pushes count; what else it has staged is dropped."""
 
 
+class AddWorker(LogEntry, frozen=True):
+    """A process that has come later trains from now on. No other process ever has its number."""
+
+
 class RecordNorm(LogEntry, frozen=True):
     """The global norm of the mean gradient of a clock, which all servers together have measured. Of no worker."""
 
@@ -66,7 +70,7 @@ class RecordNorm(LogEntry, frozen=True):
     norm: float
 
 
-Entry: TypeAlias = CommitPush | BeginRead | TakeLease | RemoveWorker | RecordNorm
+Entry: TypeAlias = CommitPush | BeginRead | TakeLease | AddWorker | RemoveWorker | RecordNorm
 NO_WORKER = -1
 
 
@@ -109,6 +113,12 @@ class DropStaged(NamedTuple):
     step: int
 
 
+class WorkerAdded(NamedTuple):
+    """The worker is there from now on. It may be gone already."""
+
+    worker: int
+
+
 class SendParts(NamedTuple):
     """The parameters as they are now are sent to the worker."""
 
@@ -145,7 +155,7 @@ class ReplyRejected(NamedTuple):
 
 
 Reply: TypeAlias = ReplyCommitted | ReplyLease | ReplyRejected
-Effect: TypeAlias = Update | MeasureNorm | DropStaged | SendParts | Reply
+Effect: TypeAlias = Update | MeasureNorm | DropStaged | WorkerAdded | SendParts | Reply
 
 
 STATE_CHANGES = (Update, MeasureNorm, DropStaged)
@@ -205,6 +215,8 @@ class LogState:
         """Whether the entry, or a later one of the worker, is in the log already."""
         if isinstance(entry, RecordNorm):
             return entry.clock not in self.measuring
+        if entry.worker not in self.steps:  # an entry of a worker that is added by one that is not applied yet
+            return False
         if isinstance(entry, RemoveWorker):
             return entry.worker not in self.clocks.clocks
         return entry.worker not in self.clocks.clocks or entry.request <= self.last_requests[entry.worker]
@@ -222,6 +234,12 @@ class LogState:
             measured = self.measuring.pop(entry.clock)
             effects.append(Update(self.version, measured.contributions, entry.norm, measured.lrs))
             return self._answer_reads(effects, record.time_s)
+        if isinstance(entry, AddWorker):
+            if self.is_finished:
+                return [ReplyRejected(entry.worker, entry.request, "all workers have left: training is over")]
+            effects += self._add(entry)
+        elif entry.worker not in self.steps:
+            return []
         self.last_requests[entry.worker] = max(entry.request, self.last_requests[entry.worker])
         if isinstance(entry, CommitPush):
             effects += self._push(entry, record.time_s)
@@ -229,7 +247,7 @@ class LogState:
             self._begin_read(entry.worker, entry.read, record.time_s, entry.with_states)
         elif isinstance(entry, TakeLease):
             effects += self._take_lease(entry)
-        else:
+        elif isinstance(entry, RemoveWorker):
             effects += self._remove(entry)
         effects += self._end_epoch()
         leases = self._answer_leases()
@@ -330,6 +348,16 @@ class LogState:
                 reply = self.last_replies[worker, TakeLease] = ReplyLease(worker, entry.request, lease)
                 effects.append(reply)
         return effects
+
+    def _add(self, entry: AddWorker) -> list[Effect]:
+        """The worker has come as far as the slowest of the others, so that it neither waits nor is waited for more than
+        they are."""
+        worker = entry.worker
+        self.clocks.add(worker)
+        self.last_requests[worker] = self.steps[worker] = self.staleness[worker] = 0
+        self._versions_read[worker] = self.version
+        self.last_reads[worker] = 0
+        return [WorkerAdded(worker), ReplyCommitted(worker, entry.request, self.version, 0)]
 
     def _remove(self, entry: RemoveWorker) -> list[Effect]:
         worker = entry.worker

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -154,6 +154,19 @@ def cut_table(index: int, table: EmbeddingTable, num_servers: int) -> tuple[Tabl
         TablePart(index, first, num_parts, len(range(first, table.num_rows, num_parts)), table.dim, *_kind(table))
         for first in range(num_parts)
     )
+
+
+def cut_tables(tables: Mapping[str, EmbeddingTable], optimizer: Optimizer, num_servers: int) -> tuple[TablePart, ...]:
+    """Cut all tables into parts. `optimizer` is that of tables that have no other; it must be able to train rows."""
+    parts: list[TablePart] = []
+    for index, (name, table) in enumerate(tables.items()):
+        own = table.optimizer or optimizer
+        if own.needs_whole_tensors:
+            raise ValueError(
+                f"{type(own).__name__} cannot train table {name}, of which a step has some rows; give it another one"
+            )
+        parts += cut_table(index, table, num_servers)
+    return tuple(parts)
 
 
 def _kind(table: EmbeddingTable) -> tuple[str, int]:

@@ -194,12 +194,19 @@ def make_configuration(parts: Sequence[Sized], servers: Iterable[int], *, replic
     return Configuration(1, ranks, tuple(primaries), tuple(backups))
 
 
-def remove_servers(configuration: Configuration, lost: Collection[int], parts: Sequence[Sized]) -> Configuration:
-    """The configuration of the next epoch, without these servers. The backups of their parts become primaries, and
-    parts that had a backup and have none now get another one if there is a server for it. Raises PartsLost."""
+def change_servers(
+    configuration: Configuration,
+    parts: Sequence[Sized],
+    *,
+    lost: Collection[int] = (),
+    added: Iterable[int] = (),
+    replicate: bool = True,
+) -> Configuration:
+    """The configuration of the next epoch, without the lost servers and with those that were added, behind the others.
+    The backups of lost primaries become primaries. With `replicate`, parts that have no backup get one, if there is a
+    server for it. Raises PartsLost."""
     servers = tuple(rank for rank in configuration.servers if rank not in lost)
     primaries, backups = list(configuration.primaries), list(configuration.backups)
-    replicated = [backup != NO_BACKUP for backup in backups]
     gone: list[int] = []
     for index in range(len(primaries)):
         living = [rank for rank in configuration.replicas_of(index) if rank in servers]
@@ -209,7 +216,8 @@ def remove_servers(configuration: Configuration, lost: Collection[int], parts: S
         primaries[index], backups[index] = living[0], living[1] if len(living) > 1 else NO_BACKUP
     if gone or not servers:
         raise PartsLost(gone, lost)
-    if len(servers) > 1 and any(replicated):
+    servers = (*servers, *(rank for rank in added if rank not in servers))
+    if len(servers) > 1 and replicate:
         _add_backups(parts, servers, primaries, backups)
     return Configuration(configuration.epoch + 1, servers, tuple(primaries), tuple(backups))
 

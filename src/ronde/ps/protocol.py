@@ -165,11 +165,20 @@ class NewConfiguration(ServerMessage, frozen=True):
     configuration: Configuration
 
 
+NO_LOG = -1
+
+
 class LogTail(ServerMessage, frozen=True):
     """Answer of a server to NewConfiguration: what it has of the log that others may lack."""
 
     position: int
+    """NO_LOG of a server that has been added, and needs a ServerState first."""
     records: tuple[LogRecord, ...]
+
+
+class ServerState(ServerMessage, frozen=True):
+    """What the log says up to a position, from the sequencer to a server that has been added. The payload is a LogState
+    that is pickled and signed."""
 
 
 class RequestCopy(ServerMessage, frozen=True):

@@ -26,10 +26,11 @@ from ronde.ps.commit_log import (
     RecordNorm,
     SendParts,
     Update,
+    WorkerAdded,
 )
 from ronde.ps.compression import decode_values, encode_values
 from ronde.ps.embedding_tables import EmbeddingTable, TablePart, pack_arrays, unpack_arrays
-from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, remove_servers
+from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, TensorSpec, change_servers
 from ronde.ps.protocol import (
     Append,
     Appended,
@@ -49,6 +50,7 @@ from ronde.ps.protocol import (
     RowValues,
     ServerMessage,
     ServersFailed,
+    ServerState,
     StagePart,
     Submit,
     SuspectServer,
@@ -72,7 +74,12 @@ class ServerSetup:
     """If not 0, gradients whose global norm is larger are scaled down to it."""
     version: int = 0
     """Of the first values: the number of updates in them."""
+    replicate: bool = True
+    """Whether parts have a backup."""
+    tensors: tuple[TensorSpec, ...] = ()
+    """What the parts were cut of."""
     tables: tuple[EmbeddingTable, ...] = ()
+    table_names: tuple[str, ...] = ()
     table_parts: tuple[TablePart, ...] = ()
     """They are numbered behind the other parts."""
     delay_compensation: float = 0.0
@@ -117,7 +124,14 @@ class Propose(NamedTuple):
     configuration: Configuration
 
 
-Action: TypeAlias = OutgoingMessage | Propose
+class SendState(NamedTuple):
+    """A server that has been added has to get the state of this one, as a ServerState."""
+
+    to: int
+    state: LogState
+
+
+Action: TypeAlias = OutgoingMessage | Propose | SendState
 
 
 class PartReplica(Replica):
@@ -205,9 +219,10 @@ class PartReplica(Replica):
 
 
 class ServerCore:
-    """One server. All members make it alike, but for its rank."""
+    """One server. All members make it alike, but for its rank. One that is added later begins without a state, and gets
+    that of the others when it has adopted the configuration that it is in."""
 
-    def __init__(self, rank: int, setup: ServerSetup, configuration: Configuration) -> None:
+    def __init__(self, rank: int, setup: ServerSetup, configuration: Configuration, *, is_added: bool = False) -> None:
         self.rank = rank
         self.configuration = configuration
         self.is_evicted = False
@@ -217,12 +232,14 @@ class ServerCore:
         self._setup = setup
         clips = bool(setup.clip_norm) and setup.staleness.mode is Mode.SYNC
         self.state = LogState(setup.staleness, setup.workers, clips=clips, version=setup.version)
-        self._members = tuple(sorted({*setup.workers, *configuration.servers}))
-        self.log = LogReplica(rank, configuration, self._members, self.state)
+        self.has_state = not is_added
+        """Whether it knows what the log says: not before it has got it, if it was added."""
+        members = () if is_added else sorted({*setup.workers, *configuration.servers})
+        self.log = LogReplica(rank, configuration, members, self.state)
         self.replicas: dict[int, Replica] = {
             index: setup.make_replica(index)
             for index in range(len(setup.all_parts))
-            if rank in configuration.replicas_of(index)
+            if rank in configuration.replicas_of(index) and not is_added
         }
         self._row_requests: list[tuple[int, GetRows, Array]] = []
         """Rows that workers want, with their rank, that wait for the read that they belong to, or for the part."""
@@ -242,9 +259,14 @@ class ServerCore:
         """Servers that are gone, or that a worker has waited for in vain."""
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of all workers and servers that are there."""
+        return self.log.members
+
+    @property
     def is_ready(self) -> bool:
         """Whether all parts of this server have values."""
-        return all(replica.is_loaded for replica in self.replicas.values())
+        return self.has_state and all(replica.is_loaded for replica in self.replicas.values())
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -259,8 +281,11 @@ class ServerCore:
         if message.epoch > self.configuration.epoch:
             self._early.append((source, message, payload))
             return []
+        if not self.has_state and not isinstance(message, ServerState) and message.epoch == self.configuration.epoch:
+            self._early.append((source, message, payload))  # it comes to its turn behind the state
+            return []
         if message.epoch < self.configuration.epoch:
-            if source in self._members and source not in self.configuration.servers:
+            if source in self.members and source not in self.configuration.servers:
                 # A worker that has not heard of the epoch yet, or a server that was left behind
                 return [OutgoingMessage(source, NewConfiguration(self.configuration.epoch, self.configuration))]
             return []
@@ -271,7 +296,7 @@ class ServerCore:
         if self.is_evicted or self.failure or (self.state.is_finished and self._finished_epoch):
             return []
         actions: list[Action] = []
-        if rank in self._setup.workers:
+        if rank in self.state.steps:
             actions += self.log.worker_lost(rank, now_s)
             actions += self._apply_log()
         if rank in self.configuration.servers:
@@ -280,28 +305,38 @@ class ServerCore:
             actions += self._propose()
         return actions
 
+    def begin_round(self, configuration: Configuration, members: Iterable[int], now_s: float) -> list[Action]:
+        """A new epoch begins, for which these members have met. All that was on its way between them is lost, and so
+        are the members of before that are not there."""
+        self.log.members = tuple(sorted(members))
+        self._lost.clear()
+        self._suspected.clear()
+        actions = self.adopt(configuration, now_s)
+        if self.failure:  # others may not have heard of it
+            return self._fail(self.failure)
+        for worker in [each for each in self.state.clocks.clocks if each not in self.members]:
+            actions += self.member_lost(worker, now_s)
+        return actions
+
     def adopt(self, configuration: Configuration, now_s: float) -> list[Action]:
         """The configuration of a new epoch is decided. An older one is ignored."""
         if self.is_evicted or configuration.epoch <= self.configuration.epoch:
             return []
         self.configuration = configuration
+        self._row_requests.clear()  # workers ask again
         if self.rank not in configuration.servers:
             self.is_evicted = True
             self.replicas.clear()
-            self._row_requests.clear()
             self._early.clear()
             return []
-        actions: list[Action] = []
-        for index in range(len(self._setup.all_parts)):
-            if self.rank not in configuration.replicas_of(index):
-                continue
-            replica = self.replicas.get(index)
-            if replica is None:
-                replica = self.replicas[index] = self._setup.make_replica(index)
-                request = RequestCopy(configuration.epoch, index, self.state.position)
-                actions.append(OutgoingMessage(configuration.primaries[index], request))
-            elif not replica.is_loaded and configuration.primaries[index] == self.rank:
-                return self._fail(f"part {index} was lost with its primary before it was copied to rank {self.rank}")
+        if not self.has_state:
+            if configuration.sequencer == self.rank:
+                return self._fail("all servers that knew the state of training are gone")
+            # What came early stays, until the state is there
+            return [*self.log.adopt(configuration, now_s, has_state=False)]
+        actions = self._request_copies()
+        if self.failure:
+            return actions
         self._copy_requests = [each for each in self._copy_requests if each[0] in configuration.servers]
         actions += self.log.adopt(configuration, now_s)
         self._norms.clear()
@@ -312,6 +347,37 @@ class ServerCore:
         for source, message, payload in early:
             actions += self.handle(source, message, payload, now_s)
         return [*actions, *self._propose()]
+
+    def _request_copies(self) -> list[Action]:
+        """Ask for the parts of this server that it has no values of; what was asked for in another epoch is lost."""
+        configuration, actions = self.configuration, list[Action]()
+        for index in range(len(self._setup.all_parts)):
+            if self.rank not in configuration.replicas_of(index):
+                continue
+            replica = self.replicas.get(index)
+            if replica is None:
+                replica = self.replicas[index] = self._setup.make_replica(index)
+            if replica.is_loaded:
+                continue
+            if configuration.primaries[index] == self.rank:
+                return self._fail(f"part {index} was lost with its primary before it was copied to rank {self.rank}")
+            request = RequestCopy(configuration.epoch, index, self.state.position)
+            actions.append(OutgoingMessage(configuration.primaries[index], request))
+        return actions
+
+    def wants_state(self, message: ServerState) -> bool:
+        """Whether load_state() is to be called with what came with this message."""
+        return not self.has_state and message.epoch == self.configuration.epoch
+
+    def load_state(self, state: LogState, now_s: float) -> list[Action]:
+        """The sequencer has sent its state to this server, which was added: it takes part from now on."""
+        self.state = self.log.state = state
+        self.has_state = True
+        actions: list[Action] = [*self.log.begin_at(state.position), *self._request_copies()]
+        early, self._early = self._early, []
+        for source, message, payload in early:
+            actions += self.handle(source, message, payload, now_s)
+        return actions
 
     # --- messages of the current epoch -----------------------------------------------------------------------------
 
@@ -351,7 +417,8 @@ class ServerCore:
         """Keep gradients, and pass them on; the last replica tells the worker."""
         index, worker, step = message.part, message.worker, message.step
         replica = self.replicas.get(index)
-        is_gone = worker not in self.state.clocks.clocks
+        # One that is not known at all is about to be added
+        is_gone = worker in self.state.steps and worker not in self.state.clocks.clocks
         if replica is None or (is_gone and step > self.state.steps[worker]):  # dropped when the worker was removed
             return []
         replica.stage(worker, step, gradient)
@@ -390,7 +457,12 @@ class ServerCore:
         while self.log.ready:
             record = self.log.ready.popleft()
             for effect in self.state.apply(record):
-                actions += self._carry_out(record.position, effect)
+                if not isinstance(effect, WorkerAdded):
+                    actions += self._carry_out(record.position, effect)
+                elif effect.worker not in self.members:  # gone since it asked for it
+                    actions += self.log.worker_lost(effect.worker, record.time_s)
+        for server in self.log.take_newcomers():
+            actions += [SendState(server, self.state), *self.log.follow_state(server, self.state.position)]
         return [*actions, *self._answer_row_requests(), *self._send_copies(), *self._finish()]
 
     def _finish(self) -> list[Action]:
@@ -401,7 +473,7 @@ class ServerCore:
         if not self.log.is_everywhere:  # a server must not end before all know, or the others miss it
             return []
         self._finished_epoch = epoch
-        return [OutgoingMessage(rank, Finished(epoch)) for rank in self._members]
+        return [OutgoingMessage(rank, Finished(epoch)) for rank in self.members]
 
     def _carry_out(self, position: int, effect: Effect) -> Iterable[Action]:
         if isinstance(effect, Update):
@@ -469,7 +541,8 @@ class ServerCore:
         for worker, message, rows in self._row_requests:
             replica = self.replicas.get(message.part)
             last_read = self.state.last_reads.get(worker, 0)
-            if worker not in self.state.clocks.clocks or message.read < last_read:
+            is_gone = worker in self.state.steps and worker not in self.state.clocks.clocks
+            if is_gone or message.read < last_read:
                 continue
             if message.read > last_read or replica is None or not replica.is_loaded:
                 waiting.append((worker, message, rows))
@@ -490,7 +563,10 @@ class ServerCore:
         if not without or not living or living[0] != self.rank:
             return []
         try:
-            return [Propose(remove_servers(self.configuration, without, self._setup.all_parts))]
+            replicate = self._setup.replicate
+            return [
+                Propose(change_servers(self.configuration, self._setup.all_parts, lost=without, replicate=replicate))
+            ]
         except PartsLost as error:
             if without <= self._lost:
                 ranks = " and ".join(str(rank) for rank in sorted(without))
@@ -503,4 +579,4 @@ class ServerCore:
     def _fail(self, reason: str) -> list[Action]:
         self.failure = reason
         message = ServersFailed(self.configuration.epoch, reason)
-        return [OutgoingMessage(rank, message) for rank in self._members if rank != self.rank]
+        return [OutgoingMessage(rank, message) for rank in self.members if rank != self.rank]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,17 +30,16 @@ class TableClient:
     def __init__(
         self,
         setup: ServerSetup,
-        names: Sequence[str],
         worker: WorkerCore,
         lock: threading.Condition,
         *,
         send: Callable[[Iterable[OutgoingMessage]], None],
         wait_until: Callable[[Callable[[], bool], str], None],
     ) -> None:
-        """`names` are those of the tables of the setup. `lock` guards the WorkerCore."""
+        """`lock` guards the WorkerCore."""
         self._setup = setup
-        self._numbers = {name: number for number, name in enumerate(names)}
-        self._tables = dict(zip(names, setup.tables, strict=True))
+        self._numbers = {name: number for number, name in enumerate(setup.table_names)}
+        self._tables = dict(zip(setup.table_names, setup.tables, strict=True))
         self._worker = worker
         self._lock = lock
         self._send = send
@@ -135,6 +135,11 @@ class TableClient:
                 is_missing = np.isin(rows, cache.find_missing(rows), assume_unique=True)
                 cache.add(rows[is_missing], values[is_missing])
         self._prefetches = waiting
+
+
+def describe_tables(tables: Mapping[str, EmbeddingTable]) -> tuple[tuple[Any, ...], ...]:
+    """What all ranks have to choose alike for tables. Initializers and optimizers are those of the first rank."""
+    return tuple((name, each.num_rows, each.dim, each.dtype, each.group) for name, each in tables.items())
 
 
 def check_rows(name: str, table: EmbeddingTable, rows: Array) -> Array:

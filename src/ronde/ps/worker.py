@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ronde.errors import ProtocolError
-from ronde.ps.commit_log import BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
+from ronde.ps.commit_log import AddWorker, BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
 from ronde.ps.leases import Lease
 from ronde.ps.partition import Array, Configuration
 from ronde.ps.protocol import (
@@ -108,6 +108,8 @@ class WorkerCore:
         """By request, leases that were granted and not taken by the owner."""
         self.rejections: dict[int, str] = {}
         """By request, why it cannot be done."""
+        self.has_joined = False
+        """Of a worker that comes later: whether the log knows it."""
         self.has_left = False
         """Whether the log knows that this worker has left."""
         self.read: PendingRead | None = None
@@ -171,6 +173,10 @@ class WorkerCore:
         """Ask for samples. Return the number of the request, under which `leases` gets them."""
         send = self._submit(TakeLease(self.rank, 0, epoch, num_samples, count))
         return self._last_request, [send]
+
+    def join(self) -> list[OutgoingMessage]:
+        """This worker comes later than the others. Nothing else may be asked for until it has joined."""
+        return [self._submit(AddWorker(self.rank, 0))]
 
     def leave(self) -> list[OutgoingMessage]:
         """This worker pushes and reads nothing any more."""
@@ -257,6 +263,8 @@ class WorkerCore:
             self.committed_step = max(self.committed_step, entry.step)
             self.staleness = message.staleness
             self._pushes.pop(entry.step, None)
+        elif isinstance(entry, AddWorker):
+            self.has_joined = True
         elif isinstance(entry, RemoveWorker):
             self.has_left = True
 
