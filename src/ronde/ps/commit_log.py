@@ -94,6 +94,8 @@ class Update(NamedTuple):
     """The global norm, if gradients are clipped."""
     lrs: tuple[float, ...] = ()
     """By group of tensors, the learning rates; empty if the optimizer has its own."""
+    version_read: int = -1
+    """With which the gradients were computed, if they are those of one worker."""
 
 
 class MeasureNorm(NamedTuple):
@@ -184,6 +186,8 @@ class LogState:
         self.last_replies: dict[tuple[int, type[LogEntry]], Reply] = {}
         """By worker and kind of entry, so that one can be sent again."""
         self._versions_read = dict.fromkeys(self.clocks.clocks, version)
+        self.last_reads = dict.fromkeys(self.clocks.clocks, 0)
+        """By worker, the number of its last read that was answered."""
         self._contributions: dict[int, dict[int, CommitPush]] = {}
         """SYNC: by clock and worker, pushes that are not in an update yet."""
         self._ended_epoch = -1
@@ -197,6 +201,15 @@ class LogState:
     def is_finished(self) -> bool:
         """Whether all workers have left or are lost."""
         return not self.clocks.clocks
+
+    @property
+    def oldest_version_read(self) -> int:
+        """No worker that is there trains with an older version than this one."""
+        return min((self._versions_read[worker] for worker in self.clocks.clocks), default=self.version)
+
+    def version_read(self, worker: int) -> int:
+        """The version of the worker's last read."""
+        return self._versions_read[worker]
 
     def is_known(self, entry: Entry) -> bool:
         """Whether the entry, or a later one of the worker, is in the log already."""
@@ -265,7 +278,8 @@ class LogState:
             effects += self._complete_steps()
         else:
             self.version += 1
-            effects.append(Update(self.version, ((worker, entry.step),), entry.norm, entry.lrs))
+            version_read = self._versions_read[worker]
+            effects.append(Update(self.version, ((worker, entry.step),), entry.norm, entry.lrs, version_read))
         if entry.read:
             self._begin_read(worker, entry.read, now_s)
         effects.append(ReplyCommitted(worker, entry.request, self.version, staleness))
@@ -309,7 +323,9 @@ class LogState:
         for worker in ready:
             read, with_states = self._reads.pop(worker)
             answered.append(SendParts(worker, read, self.version, with_states))
-            self._versions_read[worker] = self.version
+            if not with_states:  # which is for a checkpoint, and not what the worker trains with
+                self._versions_read[worker] = self.version
+                self.last_reads[worker] = read
             self.clocks.end_wait(worker, now_s)
         num_updates = sum(isinstance(effect, STATE_CHANGES) for effect in effects)
         ordered = sorted(effects, key=lambda effect: not isinstance(effect, STATE_CHANGES))
@@ -340,6 +356,7 @@ class LogState:
         self.clocks.add(worker)
         self.last_requests[worker] = self.steps[worker] = self.staleness[worker] = 0
         self._versions_read[worker] = self.version
+        self.last_reads[worker] = 0
         return [WorkerAdded(worker), ReplyCommitted(worker, entry.request, self.version, 0)]
 
     def _remove(self, entry: RemoveWorker) -> list[Effect]:

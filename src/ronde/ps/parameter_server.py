@@ -20,6 +20,8 @@ from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized, resolve_group
 from ronde.errors import Mismatch, OperationTimeout
+from ronde.ps.compression import check_codec, decode_values, encode_values
+from ronde.ps.embedding_tables import EmbeddingTable, cut_tables, pack_arrays
 from ronde.ps.leases import Lease
 from ronde.ps.optimizers import GradientNoise, Optimizer
 from ronde.ps.participant import MailboxMessenger, Participant
@@ -28,6 +30,14 @@ from ronde.ps.protocol import OutgoingMessage, PartCopy, encode
 from ronde.ps.server import ServerCore, ServerSetup
 from ronde.ps.server_rounds import ServerRounds, describe_member, server_rounds_of_job
 from ronde.ps.staleness import StalenessSettings, parse_mode
+from ronde.ps.table_client import (
+    TableClient,
+    check_rows,
+    check_table_states,
+    describe_tables,
+    join_rows,
+    make_first_rows,
+)
 from ronde.text import format_rank_answers
 from ronde.types import Deadline
 
@@ -53,6 +63,8 @@ class _PushUnderWay:
         """The parts that were sent."""
         self.squares: dict[int, float] = {}
         """By part, the squared norm, if it is needed."""
+        self.rows: dict[str, list[tuple[Array, Array]]] = {}
+        """By table, the rows that were used, and their gradients."""
 
     def find_complete(self, tensor: int) -> list[int]:
         """The parts with slices of the tensor whose other slices are there as well."""
@@ -72,6 +84,10 @@ class _Choices(NamedTuple):
     staleness: int
     replicate: bool
     clip_norm: float
+    tables: tuple[tuple[Any, ...], ...]
+    """What describe_tables() says."""
+    delay_compensation: float
+    compression: str
 
 
 class ParameterServer:
@@ -86,7 +102,13 @@ class ParameterServer:
     each part of the parameters is on two servers, and no update is lost when one of them is. `clip_norm` scales
     gradients down whose global norm is larger. `groups` gives tensors other options of the optimizer by name: they are
     in the group with this number. `noise` is added to all gradients.
-    `state` is what state_dict() of another parameter server has returned: the first rank's goes on from there.
+
+    `tables` are embedding tables by name (ronde.ps.EmbeddingTable). They are on the servers only: rows() reads rows,
+    and stage_rows() gives the gradients of those that were used. `delay_compensation` corrects gradients for what
+    others have changed since the worker's read (DC-ASGD): g + delay_compensation * g * g * (w_now - w_read); the
+    servers then keep the parameters as each worker has read them. `compression` is what gradients and parameters travel
+    as: "none", "float16" or "bfloat16". `state` is what state_dict() of another parameter server has returned: the
+    first rank's goes on from there.
     """
 
     def __init__(
@@ -102,6 +124,9 @@ class ParameterServer:
         clip_norm: float = 0.0,
         groups: Mapping[str, int] | None = None,
         noise: GradientNoise | None = None,
+        tables: Mapping[str, EmbeddingTable] | None = None,
+        delay_compensation: float = 0.0,
+        compression: str | None = None,
         state: Mapping[str, Any] | None = None,
         suspect_s: float = SUSPECT_S,
         group: Group | None = None,
@@ -117,13 +142,26 @@ class ParameterServer:
         """The arrays, by name."""
         self._flat = [array.reshape(-1) for array in self.parameters.values()]
         self._indices = {name: index for index, name in enumerate(self.parameters)}
+        self.tables = dict(tables or {})
+        """The embedding tables, by name."""
+        self._first_rows: Mapping[str, Mapping[str, Array]] = {}
+        """By table, the rows that a state has."""
         self._first_states: dict[str, Array] = {} if state is None else self._load_state(state)
         version = 0 if state is None else int(state["version"])
         self._rounds = self._find_rounds(servers, workers)
         """Where servers and workers meet, if the job has server processes or is elastic."""
         self._instance = self._rounds.new_instance() if self._rounds is not None else 0
         self._messenger: MailboxMessenger | None = None
-        choices = _Choices(self._describe_tensors(groups), mode, staleness, replicate, clip_norm)
+        choices = _Choices(
+            self._describe_tensors(groups),
+            mode,
+            staleness,
+            replicate,
+            clip_norm,
+            self._describe_tables(),
+            delay_compensation,
+            check_codec(compression),
+        )
         if self._rounds is None:
             self._participant = self._meet_in_group(choices, optimizer, servers, workers, version)
         elif current_world().is_candidate:
@@ -147,9 +185,14 @@ class ParameterServer:
         """Of a rank that is only a server, it takes what is told to all members."""
         self._changed = self._participant.changed
         """Guards the WorkerCore, and tells that it has changed."""
+        self.tables = dict(zip(setup.table_names, setup.tables, strict=True))
+        self._version = setup.version
+        self._table_client = TableClient(
+            setup, self._worker, self._changed, send=self._participant.send, wait_until=self._wait_until
+        )
         self._is_step_under_way = False
         """Whether a step was started whose read has not been taken."""
-        self._first_states = {}
+        self._first_states, self._first_rows = {}, {}
         if self.is_worker and not self._worker.is_finished:
             self.pull()
 
@@ -158,8 +201,7 @@ class ParameterServer:
     @property
     def version(self) -> int:
         """The number of updates in the parameters that this rank has read."""
-        read = self._worker.read
-        return 0 if read is None or read.missing else read.version
+        return self._version
 
     @property
     def staleness(self) -> int:
@@ -190,6 +232,30 @@ class ParameterServer:
         self._push_under_way.gradients[index] = self._check_gradient(name, gradient)
         self._stage_parts(self._push_under_way.find_complete(index))
 
+    def rows(self, table: str, rows: Array) -> Array:
+        """The values of rows of a table, given by their numbers, in an array with one more dimension. They are of the
+        same version as `parameters`: that of this rank's last step() or pull(), whatever others have pushed since."""
+        self._check_worker()
+        self.finish_step()
+        return self._table_client.read(table, self._check_rows(table, rows))
+
+    def prefetch_rows(self, table: str, rows: Array) -> None:
+        """Ask for rows of the version that the next step() or pull() reads, ahead of it, so that rows() has them."""
+        self._check_worker()
+        self._table_client.prefetch(table, self._check_rows(table, rows))
+
+    def stage_rows(self, table: str, rows: Array, gradients: Array) -> None:
+        """Give the gradients of rows of a table, ahead of step() or push(); one vector for each row. Those of a row
+        that is there several times are added. They are kept, and sent with the step."""
+        self._check_worker()
+        numbers = self._check_rows(table, rows).reshape(-1)
+        values = np.asarray(gradients)
+        shape = (*np.shape(rows), self.tables[table].dim)
+        if values.shape != shape:
+            raise ValueError(f"the gradients of rows of {table} must have the shape {shape}, got {values.shape}")
+        values = values.astype(self.tables[table].dtype, copy=True).reshape(len(numbers), -1)
+        self._push_under_way.rows.setdefault(table, []).append((numbers, values))
+
     def step(
         self,
         gradients: Mapping[str, Array] | Sequence[Array] | None = None,
@@ -198,9 +264,10 @@ class ParameterServer:
     ) -> int:
         """Push gradients, and read the parameters for the next step into `parameters`. Return their version.
 
-        Without gradients, all of them were given to stage(). `lrs` are learning rates by group of tensors, in place of
-        the optimizer's own; in "sync" mode those of the first worker count. It returns when the push is committed and
-        cannot be lost any more, and, unless the mode is "async", when no worker is too far behind.
+        Without gradients, all of them were given to stage(). Those of rows of tables are given to stage_rows(). `lrs`
+        are learning rates by group of tensors, in place of the optimizer's own; in "sync" mode those of the first
+        worker count. It returns when the push is committed and cannot be lost any more, and, unless the mode is
+        "async", when no worker is too far behind.
         """
         self._push(gradients, lrs, read=True, copy=False)
         return self.finish_step()
@@ -267,17 +334,18 @@ class ParameterServer:
             read = self._worker.read
             assert read is not None
             parts, read.values = read.values, {}
+        tables = {name: join_rows(self._setup, number, parts) for number, name in enumerate(self.tables)}
         num_states = self._setup.optimizer.num_states
         values = {name: np.empty_like(array) for name, array in self.parameters.items()}
         states = {name: np.empty((num_states, *each.shape), each.dtype) for name, each in self.parameters.items()}
         flat_values = [array.reshape(-1) for array in values.values()]
-        for index, copy in parts.items():
-            part = self._setup.parts[index]
+        for index, part in enumerate(self._setup.parts):
+            copy = parts[index]
             rows = copy.reshape(1 + num_states, part.size)
             part.scatter(rows[0], flat_values)
             for number in range(num_states):
                 part.scatter(rows[1 + number], [each.reshape(num_states, -1)[number] for each in states.values()])
-        return {"version": read.version, "parameters": values, "optimizer": states}
+        return {"version": read.version, "parameters": values, "optimizer": states, "tables": tables}
 
     def samples(self, num_samples: int, batch_size: int, *, epoch: int = 0) -> Iterator[Array]:
         """Yield indices of samples to train on, batch_size at a time, until every sample of the epoch is used.
@@ -351,9 +419,15 @@ class ParameterServer:
             TensorSpec(name, array.shape, array.dtype.name, (groups or {}).get(name, 0))
             for name, array in self.parameters.items()
         )
-        if not any(tensor.size for tensor in tensors):
-            raise ValueError("a parameter server needs at least one parameter that is not empty")
+        if not any(tensor.size for tensor in tensors) and not self.tables:
+            raise ValueError("a parameter server needs at least one parameter that is not empty, or a table")
         return tensors
+
+    def _describe_tables(self) -> tuple[tuple[Any, ...], ...]:
+        for name, table in self.tables.items():
+            if not isinstance(table, EmbeddingTable):
+                raise TypeError(f"table {name} must be a ronde.ps.EmbeddingTable, got {type(table).__name__}")
+        return describe_tables(self.tables)
 
     def _agree(
         self,
@@ -373,6 +447,8 @@ class ParameterServer:
             raise ValueError(
                 f"clip_norm and staleness must be 0 or more, got {choices.clip_norm} and {choices.staleness}"
             )
+        if not (choices.delay_compensation >= 0 and math.isfinite(choices.delay_compensation)):
+            raise ValueError(f"delay_compensation must be 0 or more, got {choices.delay_compensation}")
         ranks = self._group.ranks
         own = (choices, servers, workers)
         described = objects.allgather(own, group=self._group)
@@ -380,11 +456,12 @@ class ParameterServer:
             answers = {rank: _describe(*each) for rank, each in zip(ranks, described, strict=True)}
             raise Mismatch(f"ranks disagree on a parameter server: {format_rank_answers(answers)}")
         agreed: Optimizer
-        agreed, version = objects.broadcast((optimizer, version), root=ranks[0], group=self._group)
+        first = (optimizer, version, self.tables)
+        agreed, version, tables = objects.broadcast(first, root=ranks[0], group=self._group)
         num_servers = servers if isinstance(servers, int) else len(servers)
         parts = cut_into_parts(choices.tensors, num_servers, keep_whole=agreed.needs_whole_tensors)
         return ServerSetup(
-            parts,
+            parts or (Part((), "float32", 0),),  # with nothing but tables, a read still has its version
             tuple(sorted(workers)),
             settings,
             agreed,
@@ -392,6 +469,11 @@ class ParameterServer:
             version,
             choices.replicate,
             choices.tensors,
+            tuple(tables.values()),
+            tuple(tables),
+            cut_tables(tables, agreed, num_servers),
+            choices.delay_compensation,
+            choices.compression,
         )
 
     def _meet_in_group(
@@ -410,7 +492,7 @@ class ParameterServer:
             if not chosen or len({*chosen}) < len(chosen) or not {*chosen} <= {*ranks}:
                 raise ValueError(f"{what} must be different ranks of {self._group!r}, got {list(chosen)}")
         setup = self._agree(choices, optimizer, version, servers=server_ranks, workers=worker_ranks)
-        configuration = make_configuration(setup.parts, server_ranks, replicate=choices.replicate)
+        configuration = make_configuration(setup.all_parts, server_ranks, replicate=choices.replicate)
         server = ServerCore(self.rank, setup, configuration) if self.rank in server_ranks else None
         participant = Participant(self.rank, setup, configuration, server)
         self._messenger = MailboxMessenger(participant, self._group)
@@ -436,7 +518,7 @@ class ParameterServer:
             configuration = rounds.create(
                 self._instance,
                 setup,
-                lambda servers: make_configuration(setup.parts, servers or numbers, replicate=choices.replicate),
+                lambda servers: make_configuration(setup.all_parts, servers or numbers, replicate=choices.replicate),
                 lambda configuration: self._first_values(setup, configuration),
                 Deadline(self._group.operation_timeout_s),
             )
@@ -449,7 +531,14 @@ class ParameterServer:
         participant = rounds.join(self._instance, deadline)
         setup = participant.setup
         theirs = _Choices(
-            setup.tensors, setup.staleness.mode.value, setup.staleness.staleness, setup.replicate, setup.clip_norm
+            setup.tensors,
+            setup.staleness.mode.value,
+            setup.staleness.staleness,
+            setup.replicate,
+            setup.clip_norm,
+            describe_tables(dict(zip(setup.table_names, setup.tables, strict=True))),
+            setup.delay_compensation,
+            setup.compression,
         )
         if choices != theirs:
             raise Mismatch(
@@ -478,6 +567,11 @@ class ParameterServer:
             copy = np.concatenate(rows)
             for to in configuration.replicas_of(index):
                 yield OutgoingMessage(to, PartCopy(1, index, 0, {}), copy)
+        for number, table_part in enumerate(setup.table_parts):
+            index = len(setup.parts) + number
+            first_rows = make_first_rows(setup, table_part, self._first_rows)
+            for to in configuration.replicas_of(index):
+                yield OutgoingMessage(to, PartCopy(1, index, 0, {}), first_rows)
 
     def _load_state(self, state: Mapping[str, Any]) -> dict[str, Array]:
         """Write the parameters of a state to this rank's, and return its states of the optimizer."""
@@ -487,6 +581,7 @@ class ParameterServer:
             raise ValueError(f"state must have the names of the parameters; these differ: {', '.join(differ)}")
         for name, array in self.parameters.items():
             array[...] = given[name]
+        self._first_rows = check_table_states(self.tables, state.get("tables", {}))
         return dict(state["optimizer"])
 
     def _flatten_first_states(self, num_states: int) -> list[list[Array]]:
@@ -529,6 +624,9 @@ class ParameterServer:
             raise ValueError(f"lrs must have one learning rate for each group of tensors, got {list(lrs)}")
         unstaged = [index for index in range(len(self._setup.parts)) if index not in under_way.staged]
         self._stage_parts(unstaged, copy=copy)
+        for name, pushes in under_way.rows.items():
+            for index, rows, values in self._table_client.cut_push(name, pushes):
+                self._stage_piece(index, values, rows)
         self.finish_step()  # the one before; these gradients are on their way meanwhile
         norm = math.sqrt(sum(under_way.squares[index] for index in sorted(under_way.squares)))
         self._step += 1
@@ -541,17 +639,32 @@ class ParameterServer:
 
     def _stage_parts(self, indices: Iterable[int], *, copy: bool = True) -> None:
         """Send parts whose gradients are all there."""
-        under_way, step = self._push_under_way, self._step + 1
         for index in indices:
-            piece = self._setup.parts[index].gather(under_way.gradients, copy=copy or self._noise is not None)
-            if self._noise is not None:
-                self._noise.add_to(piece, self._participant.number, step, index)
-            if self._setup.clip_norm and self.mode != "sync":  # there the norm of the mean counts, which servers know
-                under_way.squares[index] = float(np.dot(piece, piece))
-            under_way.staged.add(index)
-            with self._changed:
-                sends = self._worker.stage(step, index, piece)
-            self._participant.send(sends)
+            piece = self._setup.parts[index].gather(
+                self._push_under_way.gradients, copy=copy or self._noise is not None
+            )
+            self._stage_piece(index, piece)
+
+    def _stage_piece(self, index: int, piece: Array, rows: Array | None = None) -> None:
+        """Send the gradients of a part, or of some rows of a part of a table. They are this object's own memory, if
+        noise is added."""
+        under_way, step = self._push_under_way, self._step + 1
+        if self._noise is not None:
+            self._noise.add_to(piece, self._participant.number, step, index)
+        if self._setup.clip_norm and self.mode != "sync":  # there the norm of the mean counts, which servers know
+            under_way.squares[index] = float(np.dot(piece, piece))
+        under_way.staged.add(index)
+        payload = encode_values(piece, self._setup.compression)
+        if rows is not None:
+            payload = pack_arrays([rows, payload.reshape(len(rows), -1)])
+        with self._changed:
+            sends = self._worker.stage(step, index, payload)
+        self._participant.send(sends)
+
+    def _check_rows(self, table: str, rows: Array) -> Array:
+        if table not in self.tables:
+            raise ValueError(f"there is no table {table!r}")
+        return check_rows(table, self.tables[table], rows)
 
     def _check_gradients(self, gradients: Mapping[str, Array] | Sequence[Array]) -> list[Array]:
         if isinstance(gradients, Mapping):
@@ -595,7 +708,11 @@ class ParameterServer:
                 assert read is not None
                 values = read.take()
             for index, array in values.items():
-                self._setup.parts[index].scatter(array, self._flat)
+                part = self._setup.parts[index]
+                part.scatter(decode_values(array, part.dtype), self._flat)
+        if not read.missing:
+            self._version = read.version
+            self._table_client.begin_step(read.number, read.version)
 
     def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
         with self._changed:
@@ -659,5 +776,6 @@ def _describe(choices: _Choices, servers: Sequence[int] | int = (), workers: Seq
     return (
         f"{len(tensors)} tensors ({names}{', …' if len(tensors) > 4 else ''}), mode {choices.mode!r}, staleness "
         f"{choices.staleness}, servers {servers if isinstance(servers, int) else list(servers)}, workers "
-        f"{list(workers)}, replicate {choices.replicate}, clip_norm {choices.clip_norm:g}"
+        f"{list(workers)}, replicate {choices.replicate}, clip_norm {choices.clip_norm:g}, tables "
+        f"{list(choices.tables)}, delay_compensation {choices.delay_compensation:g}, compression {choices.compression}"
     )

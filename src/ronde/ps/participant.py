@@ -83,7 +83,7 @@ class Participant:
         self.number = number
         self.setup = setup
         self.server = server
-        self.worker = WorkerCore(number, len(setup.parts), configuration)
+        self.worker = WorkerCore(number, len(setup.parts), configuration, len(setup.table_parts))
         self.changed = threading.Condition()
         """Guards the WorkerCore, and tells that it has changed."""
         self.awaited: list[Callable[[], bool]] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -80,6 +80,8 @@ class Part:
     def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array], *, copy: bool = True) -> Array:
         """The elements of the part, in new memory. Without `copy` it may be that of a tensor, if they are there one
         behind the other."""
+        if not self.slices:
+            return np.zeros(0, self.dtype)
         if not copy and len(self.slices) == 1:
             piece = self.slices[0]
             return flat_tensors[piece.tensor][piece.start : piece.stop]
@@ -136,6 +138,13 @@ def cut_into_parts(
     return tuple(parts)
 
 
+class Sized(Protocol):
+    """A part of anything."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class Configuration(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Which servers there are, and which parts they hold. There is one for each epoch."""
 
@@ -170,7 +179,7 @@ class PartsLost(Exception):
         super().__init__(f"{len(self.parts)} parts were only on servers {self.servers}")
 
 
-def make_configuration(parts: Sequence[Part], servers: Iterable[int], *, replicate: bool = True) -> Configuration:
+def make_configuration(parts: Sequence[Sized], servers: Iterable[int], *, replicate: bool = True) -> Configuration:
     """The configuration of the first epoch: the largest part first, each to the server that has the fewest bytes."""
     ranks = tuple(servers)
     if not ranks:
@@ -187,7 +196,7 @@ def make_configuration(parts: Sequence[Part], servers: Iterable[int], *, replica
 
 def change_servers(
     configuration: Configuration,
-    parts: Sequence[Part],
+    parts: Sequence[Sized],
     *,
     lost: Collection[int] = (),
     added: Iterable[int] = (),
@@ -213,7 +222,7 @@ def change_servers(
     return Configuration(configuration.epoch + 1, servers, tuple(primaries), tuple(backups))
 
 
-def _add_backups(parts: Sequence[Part], servers: Sequence[int], primaries: list[int], backups: list[int]) -> None:
+def _add_backups(parts: Sequence[Sized], servers: Sequence[int], primaries: list[int], backups: list[int]) -> None:
     """Give each part that has no backup one on another server than its primary, by bytes."""
     loads = dict.fromkeys(servers, 0)
     for index, part in enumerate(parts):

@@ -11,10 +11,9 @@ core proposes it where all servers get the same answer, and gives that to adopt(
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,11 +29,14 @@ from ronde.ps.commit_log import (
     Update,
     WorkerAdded,
 )
+from ronde.ps.compression import decode_values, encode_values
+from ronde.ps.embedding_tables import EmbeddingTable, TablePart, pack_arrays, unpack_arrays
 from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, TensorSpec, change_servers
 from ronde.ps.protocol import (
     Append,
     Appended,
     Finished,
+    GetRows,
     LogTail,
     NewConfiguration,
     OutgoingMessage,
@@ -46,6 +48,7 @@ from ronde.ps.protocol import (
     Pong,
     ReplicatePart,
     RequestCopy,
+    RowValues,
     ServerMessage,
     ServersFailed,
     ServerState,
@@ -53,23 +56,10 @@ from ronde.ps.protocol import (
     Submit,
     SuspectServer,
 )
+from ronde.ps.replica import PartOptimizer, Replica, clip, compensate_delay
 from ronde.ps.sequencer import LogReplica
 from ronde.ps.staleness import Mode, StalenessSettings
-
-
-class PartOptimizer(Protocol):
-    """What a server needs of an optimizer (ronde.ps.optimizers)."""
-
-    @property
-    def num_states(self) -> int:
-        """How many arrays it keeps for each part, each as large as the part."""
-
-    def update(
-        self, part: Part, values: Array, gradient: Array, states: Array, out: Array, step: int, lr: float | None
-    ) -> None:
-        """Write the values after one step to `out`, which may be `values`; change `states`, one row for each, in place.
-        The gradient is not changed: it may be on its way to another server. Steps are counted from 1. `lr` is the
-        learning rate of the worker, if it has given one."""
+from ronde.ps.table_replica import TableReplica
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +79,44 @@ class ServerSetup:
     """Whether parts have a backup."""
     tensors: tuple[TensorSpec, ...] = ()
     """What the parts were cut of."""
+    tables: tuple[EmbeddingTable, ...] = ()
+    table_names: tuple[str, ...] = ()
+    table_parts: tuple[TablePart, ...] = ()
+    """They are numbered behind the other parts."""
+    delay_compensation: float = 0.0
+    """If not 0, gradients are corrected for what other workers have changed since the worker's read."""
+    compression: str = "none"
+    """What gradients and values travel as (ronde.ps.compression)."""
+
+    @property
+    def all_parts(self) -> tuple[Part | TablePart, ...]:
+        return (*self.parts, *self.table_parts)
+
+    @property
+    def compensates_delay(self) -> bool:
+        return bool(self.delay_compensation) and self.staleness.mode is not Mode.SYNC  # where there is no delay
+
+    def make_replica(self, index: int) -> Replica:
+        """A replica of a part, without values."""
+        if index < len(self.parts):
+            return PartReplica(self, self.parts[index])
+        part = self.table_parts[index - len(self.parts)]
+        compensation = self.delay_compensation if self.compensates_delay else 0.0
+        return TableReplica(
+            part,
+            self.tables[part.table],
+            self.optimizer_of(part.table),
+            clip_norm=self.clip_norm,
+            delay_compensation=compensation,
+        )
+
+    def optimizer_of(self, table: int) -> PartOptimizer:
+        """The one that trains a table."""
+        return self.tables[table].optimizer or self.optimizer
+
+    def num_states_of(self, table: int) -> int:
+        """How many arrays the optimizer keeps for each row of a table."""
+        return self.optimizer_of(table).num_states
 
 
 class Propose(NamedTuple):
@@ -106,68 +134,57 @@ class SendState(NamedTuple):
 
 Action: TypeAlias = OutgoingMessage | Propose | SendState
 
-CLIP_EPSILON = 1e-6
-"""As PyTorch's clip_grad_norm_ has it."""
 
-
-class PartReplica:
-    """One part on one server. Without values it waits for a copy; what the log says meanwhile is kept."""
+class PartReplica(Replica):
+    """One part of tensors on one server."""
 
     def __init__(self, setup: ServerSetup, part: Part) -> None:
+        super().__init__()
         self._setup = setup
         self._part = part
         self.values: Array | None = None
         self._states: Array = np.zeros(0)
         """One row for each state of the optimizer."""
-        self.position = 0
-        """Of the log, up to which updates are in the values."""
-        self.applied: dict[int, int] = {}
-        """By worker, its last step that is in the values."""
-        self.staged: dict[tuple[int, int], Array] = {}
-        """By worker and step, the gradients that are not applied."""
         self._is_shared = False
         """Whether the values were sent, so they must not be changed in place."""
-        self._pending: deque[tuple[int, Update]] = deque()
-        """Updates that wait for the values, with their positions."""
+        self._values_read: dict[int, Array] = {}
+        """By worker, the values that it has read, if delays are compensated."""
 
-    def stage(self, worker: int, step: int, gradient: Array) -> None:
-        """Keep gradients until they are committed. Those that are applied are not needed again."""
-        if step > self.applied.get(worker, 0):
-            self.staged[worker, step] = gradient
+    @property
+    def is_loaded(self) -> bool:
+        return self.values is not None
 
     def drop_staged(self, worker: int, step: int) -> None:
-        """Drop the gradients of later steps than this: the worker is gone."""
-        for key in [key for key in self.staged if key[0] == worker and key[1] > step]:
-            del self.staged[key]
+        super().drop_staged(worker, step)
+        self._values_read.pop(worker, None)
 
-    def update(self, position: int, update: Update) -> None:
-        """Apply an update of the log, or keep it until the values are there."""
-        if self.values is None:
-            self._pending.append((position, update))
-            return
-        if position <= self.position:  # it is in the copy that another server has sent
-            return
+    def _apply(self, update: Update) -> None:
+        assert self.values is not None
         gradient = self._mean_gradient(update.contributions)
-        for worker, step in update.contributions:
-            del self.staged[worker, step]
-            self.applied[worker] = step
-        self.position = position
-        if self._setup.clip_norm and update.norm > self._setup.clip_norm:
-            scale = self._setup.clip_norm / (update.norm + CLIP_EPSILON)
-            gradient = gradient * np.asarray(scale, gradient.dtype)
+        for key in update.contributions:
+            del self.staged[key]
+        gradient = clip(gradient, update.norm, self._setup.clip_norm)
         out = np.empty_like(self.values) if self._is_shared else self.values
+        if self._setup.compensates_delay:
+            (worker, _), *_ = update.contributions
+            values_read = self._values_read.get(worker, self.values)
+            gradient = compensate_delay(gradient, self._setup.delay_compensation, self.values, values_read)
         lr = update.lrs[self._part.group] if update.lrs else None
-        self._setup.optimizer.update(self._part, self.values, gradient, self._states, out, update.version, lr)
+        if self._part.size:
+            self._setup.optimizer.update(self._part, self.values, gradient, self._states, out, update.version, lr)
         self.values, self._is_shared = out, False
 
+    def _remember_read(self, worker: int, oldest_version: int) -> None:
+        if self._setup.compensates_delay:
+            self._values_read[worker] = self.share()
+
     def squared_norm(self, contributions: Sequence[tuple[int, int]]) -> float:
-        """Of the mean of staged gradients."""
         mean = self._mean_gradient(contributions).astype(np.float64, copy=False)
         return float(np.dot(mean, mean))
 
     def _mean_gradient(self, contributions: Sequence[tuple[int, int]]) -> Array:
         """The mean of staged gradients, summed in this order."""
-        first, *others = [self.staged[key] for key in contributions]
+        first, *others = [decode_values(self.staged[key], self._part.dtype) for key in contributions]
         if not others:
             return first
         total: Array = first + others[0]
@@ -182,22 +199,24 @@ class PartReplica:
         self._is_shared = True
         return self.values
 
-    def make_copy(self) -> Array:
-        """Values and states of the optimizer in one array, for another server."""
+    def make_state(self) -> Array:
         assert self.values is not None
         return np.concatenate([self.values, self._states.reshape(-1)])
 
-    def load_copy(self, copy: Array, position: int, applied: dict[int, int]) -> None:
-        """Take the copy of another server, and apply what the log has behind it."""
+    def make_copy(self) -> Array:
+        if not self._values_read:
+            return self.make_state()
+        workers = np.array(sorted(self._values_read), np.int64)
+        return pack_arrays([self.make_state(), workers, *(self._values_read[worker] for worker in workers.tolist())])
+
+    def _load(self, copy: Array) -> None:
         size = self._part.size
+        if copy.dtype == np.uint8:
+            copy, workers, *values_read = unpack_arrays(copy)
+            self._values_read = dict(zip(workers.tolist(), values_read, strict=True))
         self.values = copy[:size]
         self._states = copy[size:].reshape(self._setup.optimizer.num_states, size)
-        self.position, self.applied = position, dict(applied)
         self._is_shared = False
-        for key in [key for key in self.staged if key[1] <= self.applied.get(key[0], 0)]:
-            del self.staged[key]
-        while self._pending:
-            self.update(*self._pending.popleft())
 
 
 class ServerCore:
@@ -220,11 +239,13 @@ class ServerCore:
         """Whether it knows what the log says: not before it has got it, if it was added."""
         members = () if is_added else sorted({*setup.workers, *configuration.servers})
         self.log = LogReplica(rank, configuration, members, self.state)
-        self.replicas: dict[int, PartReplica] = {
-            index: PartReplica(setup, part)
-            for index, part in enumerate(setup.parts)
+        self.replicas: dict[int, Replica] = {
+            index: setup.make_replica(index)
+            for index in range(len(setup.all_parts))
             if rank in configuration.replicas_of(index) and not is_added
         }
+        self._row_requests: list[tuple[int, GetRows, Array]] = []
+        """Rows that workers want, with their rank, that wait for the read that they belong to, or for the part."""
         self._held_reads: dict[int, list[SendParts]] = {}
         """By part, reads of it that wait for its first values."""
         self._copy_requests: list[tuple[int, RequestCopy]] = []
@@ -248,7 +269,7 @@ class ServerCore:
     @property
     def is_ready(self) -> bool:
         """Whether all parts of this server have values."""
-        return self.has_state and all(replica.values is not None for replica in self.replicas.values())
+        return self.has_state and all(replica.is_loaded for replica in self.replicas.values())
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -305,6 +326,7 @@ class ServerCore:
         if self.is_evicted or configuration.epoch <= self.configuration.epoch:
             return []
         self.configuration = configuration
+        self._row_requests.clear()  # workers ask again
         if self.rank not in configuration.servers:
             self.is_evicted = True
             self.replicas.clear()
@@ -332,13 +354,13 @@ class ServerCore:
     def _request_copies(self) -> list[Action]:
         """Ask for the parts of this server that it has no values of; what was asked for in another epoch is lost."""
         configuration, actions = self.configuration, list[Action]()
-        for index in range(len(self._setup.parts)):
+        for index in range(len(self._setup.all_parts)):
             if self.rank not in configuration.replicas_of(index):
                 continue
             replica = self.replicas.get(index)
             if replica is None:
-                replica = self.replicas[index] = PartReplica(self._setup, self._setup.parts[index])
-            if replica.values is not None:
+                replica = self.replicas[index] = self._setup.make_replica(index)
+            if replica.is_loaded:
                 continue
             if configuration.primaries[index] == self.rank:
                 return self._fail(f"part {index} was lost with its primary before it was copied to rank {self.rank}")
@@ -384,6 +406,10 @@ class ServerCore:
             assert payload is not None
             self._load_copy(message, payload)
             actions += self._answer_held_reads(message.part)
+        elif isinstance(message, GetRows):
+            assert payload is not None
+            self._row_requests.append((source, message, payload))
+            return self._answer_row_requests()
         elif isinstance(message, SuspectServer):
             if message.server in self.configuration.servers:
                 self._suspected.add(message.server)
@@ -406,7 +432,7 @@ class ServerCore:
 
     def _load_copy(self, message: PartCopy, copy: Array) -> None:
         replica = self.replicas.get(message.part)
-        if replica is not None and replica.values is None:
+        if replica is not None and not replica.is_loaded:
             replica.load_copy(copy, message.position, message.applied)
 
     def _send_copies(self) -> list[Action]:
@@ -415,7 +441,7 @@ class ServerCore:
         for request in list(self._copy_requests):
             server, message = request
             replica = self.replicas[message.part]
-            if self.state.position < message.position or replica.values is None:
+            if self.state.position < message.position or not replica.is_loaded:
                 continue
             self._copy_requests.remove(request)
             epoch, part = self.configuration.epoch, message.part
@@ -440,7 +466,7 @@ class ServerCore:
                     actions += self.log.worker_lost(effect.worker, record.time_s)
         for server in self.log.take_newcomers():
             actions += [SendState(server, self.state), *self.log.follow_state(server, self.state.position)]
-        return [*actions, *self._send_copies(), *self._finish()]
+        return [*actions, *self._answer_row_requests(), *self._send_copies(), *self._finish()]
 
     def _finish(self) -> list[Action]:
         """Tell all members that all workers have left, once in each epoch: who told them before may be lost."""
@@ -462,7 +488,11 @@ class ServerCore:
             for replica in self.replicas.values():
                 replica.drop_staged(effect.worker, effect.step)
         elif isinstance(effect, SendParts):
-            own = [index for index, rank in enumerate(self.configuration.primaries) if rank == self.rank]
+            for replica in () if effect.with_states else self.replicas.values():
+                replica.remember_read(position, effect.worker, self.state.oldest_version_read)
+            num_parts = len(self._setup.all_parts if effect.with_states else self._setup.parts)
+            primaries = self.configuration.primaries[:num_parts]
+            own = [index for index, rank in enumerate(primaries) if rank == self.rank]
             return [action for index in own for action in self._send_part(index, effect)]
         elif self.log.is_sequencer and not isinstance(effect, WorkerAdded):
             return [self.log.make_reply(effect)]
@@ -482,7 +512,7 @@ class ServerCore:
         """When the norms of all parts are there, the whole one is added to the log."""
         squares = self._norms.setdefault(message.clock, {})
         squares[message.part] = message.square
-        if len(squares) < len(self._setup.parts):
+        if len(squares) < len(self._setup.all_parts):
             return []
         del self._norms[message.clock]
         norm = math.sqrt(sum(squares[part] for part in sorted(squares)))
@@ -490,16 +520,42 @@ class ServerCore:
 
     def _send_part(self, index: int, read: SendParts) -> list[Action]:
         replica = self.replicas[index]
-        if replica.values is None:
+        if not replica.is_loaded:
             self._held_reads.setdefault(index, []).append(read)
             return []
-        values = replica.make_copy() if read.with_states else replica.share()
+        if read.with_states:
+            values = replica.make_state()
+        else:
+            assert isinstance(replica, PartReplica)
+            values = replica.share()
+            if self._setup.compression != "none":
+                values = encode_values(values, self._setup.compression)
         message = PartValues(self.configuration.epoch, read.read, index, read.version)
         return [OutgoingMessage(read.worker, message, values)]
 
     def _answer_held_reads(self, index: int) -> list[Action]:
         """Reads that came before the first values of a part. No update can be between: its gradients need a read."""
         return [action for read in self._held_reads.pop(index, ()) for action in self._send_part(index, read)]
+
+    def _answer_row_requests(self) -> list[Action]:
+        """Send the rows whose read has come. Those of a read that its worker has given up are dropped."""
+        actions: list[Action] = []
+        waiting: list[tuple[int, GetRows, Array]] = []
+        for worker, message, rows in self._row_requests:
+            replica = self.replicas.get(message.part)
+            last_read = self.state.last_reads.get(worker, 0)
+            is_gone = worker in self.state.steps and worker not in self.state.clocks.clocks
+            if is_gone or message.read < last_read:
+                continue
+            if message.read > last_read or replica is None or not replica.is_loaded:
+                waiting.append((worker, message, rows))
+                continue
+            assert isinstance(replica, TableReplica)
+            values, version = replica.read(self.state.version_read(worker), rows.astype(np.int64))
+            answer = RowValues(self.configuration.epoch, message.request, message.read, message.part, version)
+            actions.append(OutgoingMessage(worker, answer, encode_values(values, self._setup.compression)))
+        self._row_requests = waiting
+        return actions
 
     # --- lost servers ----------------------------------------------------------------------------------------------
 
@@ -511,7 +567,9 @@ class ServerCore:
             return []
         try:
             replicate = self._setup.replicate
-            return [Propose(change_servers(self.configuration, self._setup.parts, lost=without, replicate=replicate))]
+            return [
+                Propose(change_servers(self.configuration, self._setup.all_parts, lost=without, replicate=replicate))
+            ]
         except PartsLost as error:
             if without <= self._lost:
                 ranks = " and ".join(str(rank) for rank in sorted(without))

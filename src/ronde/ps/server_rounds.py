@@ -546,7 +546,7 @@ def plan_start(instance: int, setup: ServerSetup, greetings: list[Greeting]) -> 
     sent = setup if needs_setup else None
     lost = [number for number in newest.servers if number not in serving]
     try:
-        configuration = change_servers(newest, setup.parts, lost=lost, added=serving, replicate=setup.replicate)
+        configuration = change_servers(newest, setup.all_parts, lost=lost, added=serving, replicate=setup.replicate)
     except PartsLost as error:
         names = ", ".join(describe_member(number) for number in error.servers)
         return InstanceStart(sent, None, f"{len(error.parts)} parts of the parameters were only on {names}: gone")
