@@ -64,11 +64,16 @@ def count_ports(job: Job, environ: Mapping[str, str]) -> tuple[PortCounts, ...]:
     for each rank that gets a TF_CONFIG. `environ` is the driver's environment."""
     reserved = [0] * len(job.used_hosts)
     if makes_tf_config(job, environ):
-        tasks = (*job.placements, *(make_helpers(job) if job.has_tf_servers else ()))
-        for task in tasks:
-            reserved[task.host_index] += 1
+        for host_index in _hosts_of_tf_tasks(job):
+            reserved[host_index] += 1
     num_shared = NUM_SHARED_PORTS + (job.dmlc_servers is not None)
     return tuple(PortCounts(0 if index else num_shared, count) for index, count in enumerate(reserved))
+
+
+def _hosts_of_tf_tasks(job: Job) -> list[int]:
+    """By process that is in TF_CONFIG, the index of its host: the ranks, and then servers of TensorFlow."""
+    ranks = [placement.host_index for placement in job.placements]
+    return [*ranks, *(helper.host_index for helper in make_helpers(job) if job.has_tf_servers)]
 
 
 def makes_tf_config(job: Job, environ: Mapping[str, str]) -> bool:
@@ -116,10 +121,10 @@ def make_rank_orders(
         "JAX_NUM_PROCESSES": size,
     }
     dmlc_port = next(free_ports[0]) if job.dmlc_servers is not None else 0
-    has_tf_config, helpers = makes_tf_config(job, environ), make_helpers(job)
+    helpers = make_helpers(job)
     tf_addresses = [
-        format_address(addresses[each.host_index], next(free_ports[each.host_index]))
-        for each in ((*job.placements, *(helpers if job.has_tf_servers else ())) if has_tf_config else ())
+        format_address(addresses[host_index], next(free_ports[host_index]))
+        for host_index in (_hosts_of_tf_tasks(job) if makes_tf_config(job, environ) else ())
     ]
     given = {is_local: _given_variables(job, environ, is_local=is_local) for is_local in (True, False)}
     orders: dict[int, list[RankOrder]] = {}

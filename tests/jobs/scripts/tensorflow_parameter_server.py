@@ -17,7 +17,7 @@ def main() -> None:
     with strategy.scope():
         weights = [tf.Variable(tf.zeros(3)), tf.Variable(tf.zeros(2))]
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def take_step() -> None:
         def update() -> None:
             for each in weights:
