@@ -11,8 +11,10 @@ import psutil
 import pytest
 
 from ronde.cli.run import parse_arguments
+from ronde.errors import CheckpointError
 from ronde.launch.config import make_launch_config
 from ronde.launch.server_processes import place_servers
+from ronde.ps import load_checkpoint
 from tests.jobs.kit import ROOT, RondeRun, ask, run, script
 from tests.limits import LONG_S, promised_s
 from tests.services import needs
@@ -72,6 +74,23 @@ def test_workers_and_servers_that_are_killed_are_replaced_while_others_train(tmp
     assert result.code == 0, result
     assert "worker 1 is lost" in result.err, result.err
     check_exact(seen + result.out, 2, promised_s(2.0))
+
+
+def test_a_checkpoint_that_servers_have_written_is_restored_on_another_number_of_servers(tmp_path: Path) -> None:
+    options = ["--epochs", "1", "--checkpoint", str(tmp_path / "checkpoints")]
+    for num_servers, num_times in ((2, 1), (3, 2)):
+        done = run("-np", "2", "--servers", str(num_servers), *script("server_processes", *options), limit_s=LONG_S)
+        assert done.code == 0, done
+        assert f"saved version {60 * num_times}, each sample {num_times} times: True" in done.out, done
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["version-000000000060", "version-000000000120"]
+    assert len([*folders[0].glob("part-*.npy")]) > 1
+    first = min(folders[1].glob("part-*.npy"))
+    first.write_bytes(first.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_checkpoint(tmp_path / "checkpoints")
+    (folders[1] / "manifest.json").unlink()  # as if the save had not ended
+    assert load_checkpoint(tmp_path / "checkpoints")["version"] == 60
 
 
 @needs("TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it")
