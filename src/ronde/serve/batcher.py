@@ -115,7 +115,7 @@ class Batcher(Generic[T]):
         self.num_waiting = 0
         """Requests that no replica has."""
 
-    # --- what happens ----------------------------------------------------------------------------------------------
+    # --- what happens ------------------------------------------------------------------------------------------------
 
     def add(self, request: WaitingRequest[T]) -> None:
         """QueueFull if too many wait."""
@@ -175,7 +175,7 @@ class Batcher(Generic[T]):
                     expired.append(request)
         return expired
 
-    # --- what is done ----------------------------------------------------------------------------------------------
+    # --- what is done ------------------------------------------------------------------------------------------------
 
     def take_batches(self, now_s: float) -> list[Batch[T]]:
         """Remove what is to be sent now, and return it."""
@@ -196,7 +196,7 @@ class Batcher(Generic[T]):
         group = self._oldest_group()
         return math.inf if group is None else self._groups[group][0].arrived_s + self.limits.max_delay_s
 
-    # --- what is known ---------------------------------------------------------------------------------------------
+    # --- what is known -----------------------------------------------------------------------------------------------
 
     @property
     def num_ready(self) -> int:
@@ -211,7 +211,7 @@ class Batcher(Generic[T]):
         state = self._replicas.get(replica)
         return () if state is None else tuple(state.batches.values())
 
-    # --- decisions -------------------------------------------------------------------------------------------------
+    # --- decisions ---------------------------------------------------------------------------------------------------
 
     def _usable(self) -> dict[int, _Replica[T]]:
         return {

@@ -103,7 +103,7 @@ class _RequestFields(msgspec.Struct):
 _request_decoder = msgspec.json.Decoder(_RequestFields)
 
 
-# --- requests ------------------------------------------------------------------------------------------------------
+# --- requests --------------------------------------------------------------------------------------------------------
 
 
 def parse_request(
@@ -200,7 +200,9 @@ def _parse_raw(body: memoryview, signature: ModelSignature, *, allow_nan: bool) 
     else:
         row_bytes = math.prod(n for n in info.shape if n is not None) * info.numpy_dtype.itemsize
         if len(unknown) > 1 or row_bytes == 0 or len(body) % row_bytes:
-            raise ValueError(f"the shape of {len(body)} bytes without JSON is not known: the model takes {info.describe()}")
+            raise ValueError(
+                f"the shape of {len(body)} bytes without JSON is not known: the model takes {info.describe()}"
+            )
         shape = tuple(len(body) // row_bytes if length is None else length for length in info.shape)
         shape, data = check_shape(info, shape, DATATYPES[info.dtype]), body
         check_binary(info, shape, data, allow_nan=allow_nan)
@@ -376,7 +378,7 @@ def _parse_timeout(value: object) -> float | None:
     return value / 1e6
 
 
-# --- replies -------------------------------------------------------------------------------------------------------
+# --- replies ---------------------------------------------------------------------------------------------------------
 
 
 class EncodedReply(NamedTuple):
@@ -385,9 +387,7 @@ class EncodedReply(NamedTuple):
     """For the header HEADER_LENGTH; None when there is nothing but JSON."""
 
 
-def encode_reply(
-    model: str, version: str, request_id: str, outputs: Sequence[tuple[Tensor, bool]]
-) -> EncodedReply:
+def encode_reply(model: str, version: str, request_id: str, outputs: Sequence[tuple[Tensor, bool]]) -> EncodedReply:
     """Return the body of a reply with these outputs, each with whether it is binary. Numbers that JSON lacks (NaN,
     infinity) are null there."""
     listed: list[dict[str, Any]] = []
@@ -442,7 +442,7 @@ def model_metadata(model: str, versions: Sequence[str], signature: ModelSignatur
     }
 
 
-# --- arrays, in replicas -------------------------------------------------------------------------------------------
+# --- arrays, in replicas ---------------------------------------------------------------------------------------------
 
 
 def decode_array(info: TensorInfo, shape: Sequence[int], data: Buffer) -> Array:
@@ -461,5 +461,3 @@ def encode_array(array: Array) -> Buffer:
             each if isinstance(each, bytes) else str(each).encode("utf-8", "replace") for each in array.reshape(-1)
         )
     return memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B")
-
-

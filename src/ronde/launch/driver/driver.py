@@ -140,6 +140,13 @@ class Driver:
         """End everything. From any thread, also before and after run()."""
         self._request_stop(StopRequest(TERMINATED.exit_code, reason))
 
+    def kill_worker(self, number: int) -> None:
+        """Kill a worker of an elastic job. From any thread; has no effect if it does not run."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(
+                lambda: self._supervisor.ask_to_end([number], signal.SIGKILL) if self._supervisor is not None else None
+            )
+
     def run(self) -> JobResult:
         """Start the job, wait for its end, and leave nothing behind."""
         with ExitStack() as opened:
