@@ -84,7 +84,7 @@ class _InputFields(msgspec.Struct):
     name: str
     shape: list[int]
     datatype: str
-    data: msgspec.Raw | None = None
+    data: msgspec.Raw = msgspec.Raw()
     parameters: dict[str, Any] = {}
 
 
@@ -160,13 +160,13 @@ def _parse_inputs(
         if "shared_memory_region" in fields.parameters:
             raise ValueError(f"the input {name!r}: shared memory is not supported; send its bytes")
         shape = check_shape(info, fields.shape, fields.datatype)
-        size = fields.parameters.get("binary_data_size")
+        size, has_data = fields.parameters.get("binary_data_size"), bool(bytes(fields.data))
         if size is None:
-            if fields.data is None:
+            if not has_data:
                 raise ValueError(f"the input {name!r} has neither data nor binary_data_size")
             data: Buffer = _parse_json_data(info, shape, bytes(fields.data))
         else:
-            if fields.data is not None:
+            if has_data:
                 raise ValueError(f"the input {name!r} has both data and binary_data_size")
             if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(binary) - offset:
                 left = len(binary) - offset
