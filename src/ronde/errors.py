@@ -148,7 +148,8 @@ class DataError(RondeError):
 
 
 class ModelError(RondeError):
-    """A model cannot be exported, loaded or run, or its files are damaged or not to be trusted; the message names it."""
+    """A model cannot be exported, loaded or run, or its files are damaged or not to be trusted; the message names
+    it."""
 
 
 class Mismatch(ValueError):
