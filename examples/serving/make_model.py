@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ronde.serve.model import ModelMetadata, TensorInfo, write_metadata
 
 
-def make_model(folder, sharpness=10.0):
+def make_model(folder: Path, sharpness: float = 10.0) -> None:
     """The scores of a picture are the means of its colours, times the sharpness."""
     folder.mkdir(parents=True, exist_ok=True)
     nodes = [

@@ -27,12 +27,12 @@ class PhotoHandler(Handler):
         TensorInfo(name="probability", dtype="float32", shape=(None,)),
     )
 
-    def preprocess(self, inputs):
+    def preprocess(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         (pixels,) = self.model.metadata.inputs
         _, _, height, width = pixels.shape
         return {pixels.name: np.stack([decode(data, width, height) for data in inputs["image"]])}
 
-    def postprocess(self, outputs):
+    def postprocess(self, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         (scores,) = outputs.values()
         exponents = np.exp(scores - scores.max(axis=1, keepdims=True))
         probabilities = exponents / exponents.sum(axis=1, keepdims=True)
@@ -41,7 +41,7 @@ class PhotoHandler(Handler):
         return {"label": labels, "probability": probabilities.max(axis=1).astype(np.float32)}
 
 
-def decode(data, width, height):
+def decode(data: bytes, width: int, height: int) -> np.ndarray:
     """The pixels of a JPEG file, from 0 to 1, channels first. A ValueError is the client's reply (400)."""
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:

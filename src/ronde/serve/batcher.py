@@ -3,8 +3,8 @@ argument. Used by the front.
 
 A request never waits for company while a replica is idle: it is sent at once, with all that has come meanwhile and fits
 (natural batching). While all replicas are busy, requests collect. They are sent to the replica with the least
-outstanding work, behind what that has, as soon as they fill a batch or the oldest has waited for `max_delay_s`, which is
-the bound of what batching costs; at most MAX_OUTSTANDING batches are with one replica.
+outstanding work, behind what that has, as soon as they fill a batch or the oldest has waited for `max_delay_s`, which
+is the bound of what batching costs; at most MAX_OUTSTANDING batches are with one replica.
 
 When a replica dies, what it had is predicted by others. If the death may be the fault of a request, all that it had are
 suspects: each is tried once more, alone, one at a time in the whole service, and not on the last replica that is left.
@@ -263,8 +263,8 @@ class Batcher(Generic[T]):
         return requests
 
     def _take_suspect(self) -> list[Batch[T]]:
-        """Send the next suspect, if the replica that tries them is idle. There is one as long as there are suspects, and
-        as long as another replica serves meanwhile."""
+        """Send the next suspect, if the replica that tries them is idle. There is such a replica as long as there are
+        suspects, and as long as another one serves meanwhile."""
         chosen = self._replicas.get(-1 if self._suspect_replica is None else self._suspect_replica)
         if chosen is not None and chosen.batches:
             return []

@@ -1,9 +1,9 @@
 """Hands requests to replicas, and their results back: what Batcher decides is carried out here, in asyncio. Used by the
 front.
 
-A replica connects, is told to load the model that is served, and gets batches from then on. When its connection ends, it
-has died: the launcher starts another one, and what it had is predicted by others (Batcher.replica_lost). A replica that
-takes too long for a batch is ended. Models are changed here as well: see change_model().
+A replica connects, is told to load the model that is served, and gets batches from then on. When its connection ends,
+it has died: the launcher starts another one, and what it had is predicted by others (Batcher.replica_lost). A replica
+that takes too long for a batch is ended. Models are changed here as well: see change_model().
 """
 
 from __future__ import annotations

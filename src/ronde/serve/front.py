@@ -74,7 +74,6 @@ class Front:
     def make_app(self) -> AsgiApp:
         try:
             from starlette.applications import Starlette
-            from starlette.requests import Request
             from starlette.responses import JSONResponse
             from starlette.routing import Route
         except ModuleNotFoundError:

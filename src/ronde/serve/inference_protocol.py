@@ -2,8 +2,8 @@
 tensors. Without I/O; used by the front.
 
     JSON                                     {"inputs": [{"name", "shape", "datatype", "data"}], "outputs": […]}
-    JSON and binary                          header Inference-Header-Content-Length: N; N bytes of JSON, then the tensors
-                                             whose `parameters.binary_data_size` says so, in the order of the inputs
+    JSON and binary                          Inference-Header-Content-Length: N; N bytes of JSON, then the tensors whose
+                                             `parameters.binary_data_size` says so, in the order of the inputs
     one raw input                            Inference-Header-Content-Length: 0; the whole body is the only input
 
 A tensor is a shape and its bytes in C order, little endian. Elements of BYTES are texts or bytes of any length, each

@@ -57,8 +57,8 @@ class ModelCopy(msgspec.Struct, frozen=True):
 
 
 def copy_model(source: str, version: int) -> ModelCopy:
-    """Copy the model at a path: a folder, or a file of ONNX. ModelError if there is none, or if its files are damaged or
-    are not to be trusted. The model itself is not loaded: it could end this process."""
+    """Copy the model at a path: a folder, or a file of ONNX. ModelError if there is none, or if its files are damaged
+    or are not to be trusted. The model itself is not loaded: it could end this process."""
     root = Path(source)
     entry, name = "", root.absolute().stem
     if root.is_file():
