@@ -2,8 +2,8 @@
 
 HttpServer runs an ASGI application on uvicorn, in the asyncio loop of its caller. Before the application sees a
 request, its Host and its token were checked (GuardedApp); the application reads bodies with RequestBody, and all of
-them together stay within one BodyBudget. What an attacker could make grow or last has a limit: connections, headers, bodies
-(also compressed ones), the time that a client takes for its headers, its body, and for reading the reply.
+them together stay within one BodyBudget. What an attacker could make grow or last has a limit: connections, headers,
+bodies (also compressed ones), the time that a client takes for its headers, its body, and for reading the reply.
 
 uvicorn is optional (`ronde[serve]`), so it is imported where it is used.
 """

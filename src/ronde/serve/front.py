@@ -107,8 +107,13 @@ class Front:
             what = "there is no such path" if status == 404 else f"{request.method} is not for this path"
             return JSONResponse({"error": f"{what}: {shorten(request.url.path)}"}, status)
 
-        # RequestError passes Starlette, and becomes a reply in GuardedApp.
-        other = Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
+        async def refused(request: Request, error: Exception) -> Response:
+            assert isinstance(error, RequestError)
+            headers = {name.decode(): value.decode() for name, value in error.headers}
+            return JSONResponse({"error": str(error)}, error.status, headers)
+
+        handlers: dict[Any, Any] = {404: not_found, 405: not_found, RequestError: refused}
+        other = Starlette(routes=routes, exception_handlers=handlers)
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             path: str = scope["path"]

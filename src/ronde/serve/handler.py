@@ -16,7 +16,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from ronde.comm.buffers import Array
-from ronde.data.preparation import load_function
 from ronde.serve.inference_protocol import ModelSignature
 from ronde.serve.model import OnnxModel, TensorInfo
 
@@ -63,8 +62,7 @@ class Handler:
         return ModelSignature(self.inputs or metadata.inputs, self.outputs or metadata.outputs)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the model gets what clients send, and they get what it returns."""
+    def is_plain(self) -> bool:  # whether the model gets what clients send, and they get what it returns
         kind = type(self)
         is_changed = kind.preprocess is not Handler.preprocess or kind.postprocess is not Handler.postprocess
         return not is_changed and all(each.dtype != "string" for each in self.signature.inputs)
@@ -83,7 +81,9 @@ def load_handler(name: str) -> type[Handler]:
     """Return the class `module:Class`; without a name, the one that changes nothing. ValueError if there is none."""
     if not name:
         return Handler
-    found = load_function(name)
+    from ronde.data.preparation import load_function  # it takes long to load, and most services need none
+
+    found: object = load_function(name)
     if not isinstance(found, type) or not issubclass(found, Handler):
         raise ValueError(f"the handler {name!r} must be a class that inherits ronde.serve.Handler")
     return found

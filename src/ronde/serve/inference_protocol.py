@@ -460,4 +460,4 @@ def encode_array(array: Array) -> Buffer:
         return encode_elements(
             each if isinstance(each, bytes) else str(each).encode("utf-8", "replace") for each in array.reshape(-1)
         )
-    return memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

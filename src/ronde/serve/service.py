@@ -10,6 +10,7 @@ more connections, answers what was asked, and ends the replicas. SIGHUP makes it
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import re
@@ -153,7 +154,29 @@ def make_service_job(options: ServeOptions) -> Job:
     if options.replicas is not None:
         flags["num_ranks"] = options.replicas
     config = make_launch_config({**flags, "min_np": 1, "cooldown": RESTART_COOLDOWN_S}, FUNCTION_RANK_COMMAND)
-    return replace(config.job, is_service=True)
+    # The call is made when it is known where replicas reach the front; until then this one says that there will be one.
+    return replace(config.job, is_service=True, pickled_call=pickle_call(run_replica, (), {}))
+
+
+def make_http_options(options: ServeOptions) -> HttpOptions:
+    """Whom the service answers, where. The token comes from a file, the environment, or is made. ValueError if it, or a
+    file for TLS, cannot be read."""
+    token = take_secret(TOKEN_VARIABLE) or new_token()
+    if options.token_file:
+        token = read_token(Path(options.token_file))
+    return HttpOptions(
+        host=options.host,
+        port=options.port,
+        token="" if options.no_token else token,
+        public_paths=PUBLIC_PATHS,
+        allowed_hosts=tuple(options.allowed_hosts),
+        certificate=options.certificate,
+        private_key=options.private_key,
+        max_connections=options.max_connections,
+        max_body_bytes=options.max_body_bytes,
+        max_buffered_bytes=options.max_buffered_bytes,
+        body_timeout_s=options.body_timeout_s,
+    )
 
 
 def run_service(options: ServeOptions, output_sink: Callable[[int], Printer], on_event: Callable[[str], None]) -> None:
@@ -163,7 +186,7 @@ def run_service(options: ServeOptions, output_sink: Callable[[int], Printer], on
     load_handler(options.handler)  # so that a mistake is seen before anything starts
     job = make_service_job(options)
     with ExitStack() as opened:
-        service = _Service(options, job, on_event)
+        service = _Service(options, make_http_options(options), job, on_event)
         printer = output_sink(job.num_ranks)
         opened.callback(printer.close)
         _run_in_loop(service.run(printer))
@@ -188,13 +211,18 @@ def _run_in_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 class _Service:
-    def __init__(self, options: ServeOptions, job: Job, on_event: Callable[[str], None]) -> None:
+    def __init__(
+        self, options: ServeOptions, http_options: HttpOptions, job: Job, on_event: Callable[[str], None]
+    ) -> None:
         self._options = options
+        self._http_options = http_options
         self._job = job
         self._on_event = on_event
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._driver: Driver | None = None
         self._result: JobResult | None = None
+        self._listeners: list[Listener] = []
+        """For replicas: at most one."""
 
     async def run(self, printer: Printer) -> None:
         options, loop = self._options, asyncio.get_running_loop()
@@ -221,48 +249,26 @@ class _Service:
                 load_timeout_s=options.load_timeout_s,
             )
             opened.callback(dispatcher.close)
-            http_options = self._make_http_options(opened)
-            front = Front(name, options.model, dispatcher, metrics, http_options, allow_nan=options.allow_nan)
-            server = HttpServer(front.make_app(), http_options)
+            front = Front(name, options.model, dispatcher, metrics, self._http_options, allow_nan=options.allow_nan)
+            server = HttpServer(front.make_app(), self._http_options)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.add_signal_handler(number, self._signals.put_nowait, number)
                 opened.callback(loop.remove_signal_handler, number)
             await server.start()
-            self._report_address(server, http_options, opened)
-            driver_done = self._start_driver(dispatcher, printer, opened)
+            self._report_address(server, opened)
+            driver_done = self._start_driver(dispatcher, printer)
             try:
                 await self._serve(name, server, dispatcher, driver_done)
             finally:
                 await self._drain(front, server)
                 await self._stop_driver(driver_done)
+                for listener in self._listeners:
+                    listener.close()
 
     # --- the start ---------------------------------------------------------------------------------------------------
 
-    def _make_http_options(self, opened: ExitStack) -> HttpOptions:
-        options = self._options
-        return HttpOptions(
-            host=options.host,
-            port=options.port,
-            token=self._choose_token(),
-            public_paths=PUBLIC_PATHS,
-            allowed_hosts=tuple(options.allowed_hosts),
-            certificate=options.certificate,
-            private_key=options.private_key,
-            max_connections=options.max_connections,
-            max_body_bytes=options.max_body_bytes,
-            max_buffered_bytes=options.max_buffered_bytes,
-            body_timeout_s=options.body_timeout_s,
-        )
-
-    def _choose_token(self) -> str:
-        from_environment = take_secret(TOKEN_VARIABLE)
-        if self._options.no_token:
-            return ""
-        if self._options.token_file:
-            return read_token(Path(self._options.token_file))
-        return from_environment or new_token()
-
-    def _report_address(self, server: HttpServer, http_options: HttpOptions, opened: ExitStack) -> None:
+    def _report_address(self, server: HttpServer, opened: ExitStack) -> None:
+        http_options = self._http_options
         self._on_event(f"listening at {server.url}")
         if not http_options.token:
             self._on_event("everybody who can connect is answered (no token)")
@@ -276,7 +282,7 @@ class _Service:
         if not http_options.is_loopback and not http_options.certificate:
             self._on_event("without TLS, the token and all requests can be read by whoever sees the network")
 
-    def _start_driver(self, dispatcher: Dispatcher, printer: Printer, opened: ExitStack) -> asyncio.Event:
+    def _start_driver(self, dispatcher: Dispatcher, printer: Printer) -> asyncio.Event:
         """Listen for replicas and have them started. The event is set when the job is over."""
         options, loop = self._options, asyncio.get_running_loop()
         key, done = new_job_key(), asyncio.Event()
@@ -293,21 +299,22 @@ class _Service:
             loop.call_soon_threadsafe(add, request.rank, connection)
             return True
 
-        is_remote = bool(self._job.hosts)
-        listener = Listener(
-            JobKey(key), unix=True, tcp_host="0.0.0.0" if is_remote else None, on_connection=on_connection
-        )
-        opened.callback(listener.close)
-        replica_options = ReplicaOptions(
-            key=key,
-            unix_name=listener.unix_name,
-            tcp_port=listener.tcp_port,
-            handler=options.handler,
-            threads=options.threads,
-            warm_up_rows=tuple(sorted({1, options.max_batch})),
-        )
-        job = replace(self._job, pickled_call=pickle_call(run_replica, (replica_options,), {}))
-        driver = self._driver = Driver(job, printer)
+        def prepare(job: Job, address: str) -> Job:  # in the driver's thread
+            """Listen where replicas of all hosts reach this machine, and tell them."""
+            tcp_host = None if ipaddress.ip_address(address).is_loopback else address
+            listener = Listener(JobKey(key), unix=True, tcp_host=tcp_host, on_connection=on_connection)
+            self._listeners.append(listener)
+            replica_options = ReplicaOptions(
+                key=key,
+                unix_name=listener.unix_name,
+                tcp_port=listener.tcp_port,
+                handler=options.handler,
+                threads=options.threads,
+                warm_up_rows=tuple(sorted({1, options.max_batch})),
+            )
+            return replace(job, pickled_call=pickle_call(run_replica, (replica_options,), {}))
+
+        driver = self._driver = Driver(self._job, printer, prepare=prepare)
 
         def run_driver() -> None:
             try:

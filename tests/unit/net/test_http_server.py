@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn")
-
 from ronde.errors import StartFailed
 from ronde.net.http_server import BodyBudget, HttpOptions, HttpServer, RequestBody, read_token, send_reply, write_token
 from tests.limits import PATIENCE_S
