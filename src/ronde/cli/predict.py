@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 import time
@@ -60,12 +61,13 @@ def predict(arguments: Sequence[str]) -> int:
     help = "Replace what was predicted there from other data or with other settings."
     parser.add_argument("--force", action="store_true", default=None, help=help)
     parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # a rank that this command started
     flags = vars(parser.parse(arguments))
-    as_json = flags.pop("json")
+    as_json, is_worker = flags.pop("json"), flags.pop("worker")
     given = {name: value for name, value in flags.items() if value is not None}
     try:
         options = _make_options(given)
-        return _predict(options, as_json=as_json)
+        return _predict(options, as_json=as_json, is_worker=is_worker)
     except (ValueError, ModuleNotFoundError) as error:
         return print_error(parser.prog, error)
     except (RondeError, OSError) as error:
@@ -97,21 +99,23 @@ def _make_options(given: dict[str, Any]) -> Any:
     return PredictOptions(**given)
 
 
-def _predict(options: Any, *, as_json: bool) -> int:
+def _predict(options: Any, *, as_json: bool, is_worker: bool) -> int:
     from ronde.comm.launchers import detect_launcher
-    from ronde.predict import predict as run_worker
+    from ronde.predict.plan import name_output
     from ronde.predict.worker import PredictWorker
+    from ronde.predict.worker import predict as predict_parts
+    from ronde.settings import Settings
 
-    launcher = detect_launcher()
-    if launcher is not None and launcher.size > 1:  # this process is a rank of a job
+    settings, launcher, started = Settings.load(), detect_launcher(), time.monotonic()
+    place = settings if settings.coordinator else launcher
+    if place is not None and (is_worker or place.size > 1):  # this process is a rank of a job
         if options.force:
             raise ValueError("--force cannot be used by the ranks of a job; give it to `ronde predict -np N`")
-        if options.num_ranks > 1 or options.hosts:
-            options = msgspec.structs.replace(options, num_ranks=1, hosts="")
-        show = ProgressLine() if launcher.rank == 0 else None
-        run_worker(options, rank=launcher.rank, size=launcher.size, on_progress=show or (lambda progress: None))
+        show = ProgressLine() if place.rank == 0 and not is_worker else (lambda progress: None)
+        manifest = predict_parts(options, rank=place.rank % place.size, size=place.size, on_progress=show)
+        if place.rank == 0 and not is_worker:
+            _print_result(options, manifest, name_output(options), time.monotonic() - started, as_json=as_json)
         return 0
-    started = time.monotonic()
     worker = PredictWorker(options)
     if options.force:
         worker.output.clear()
@@ -138,7 +142,7 @@ def _run_ranks(options: Any, worker: Any, line: ProgressLine) -> tuple[int, Any]
     if complete is not None:
         return 0, complete
     worker.output.begin()  # what is wrong is said here, once
-    words = [sys.executable, "-m", "ronde.cli.main", "predict", *_worker_flags(options)]
+    words = [sys.executable, "-m", "ronde.cli.main", "predict", "--worker", *_worker_flags(options)]
     where = ["-H", options.hosts] if options.hosts else []
     number = [] if options.hosts and options.num_ranks == 1 else ["-np", str(options.num_ranks)]
     flags = [*number, *where, "--min-np", "1", "--cooldown", *COOLDOWN_S]

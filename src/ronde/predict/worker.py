@@ -1,9 +1,10 @@
 """Carries out a batch prediction: ranks take parts until all are done. Used by `ronde predict`.
 
 Ranks do not talk to each other. What is done stands in the output folder: a part is written aside and appears whole,
-then its entry does. A claim, a lock on one byte of a file, keeps two ranks of the same storage from doing the same part; the
-kernel releases it when its holder dies. It only saves work: a part that is done twice has the same bytes under the same
-name. So a rank may die at any moment, and be replaced, and a run that was killed goes on with the parts that are left.
+then its entry does. A claim, a lock on one byte of a file, keeps two ranks of the same storage from doing the same
+part; the kernel releases it when its holder dies. It only saves work: a part that is done twice has the same bytes
+under the same name. So a rank may die at any moment, and be replaced, and a run that was killed goes on with the parts
+that are left.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class OutputFolder:
             if name:
                 with contextlib.suppress(DataError):
                     self._folder.remove(name)
-        self._remove_work()
+        self.remove_work()
 
     # --- parts -----------------------------------------------------------------------------------------------------
 
@@ -143,6 +144,7 @@ class OutputFolder:
         if self._local is None:
             return True
         if self._claims is None:
+            self._local.mkdir(parents=True, exist_ok=True)
             self._claims = os.open(self._local / "claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
@@ -206,7 +208,7 @@ class OutputFolder:
             parts=tuple(entries),
         )
         self._folder.write(names.manifest, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-        self._remove_work()
+        self.remove_work()
         return manifest
 
     def _join(self) -> None:
@@ -219,7 +221,8 @@ class OutputFolder:
     def _read(self, name: str) -> bytes:
         return read_file(self._folder, name, limit_bytes=MAX_MANIFEST_BYTES)
 
-    def _remove_work(self) -> None:
+    def remove_work(self) -> None:
+        """Remove plan, claims and entries. They are of no use when there is a manifest."""
         if self._local is not None:
             shutil.rmtree(self._local, ignore_errors=True)
             return
@@ -284,12 +287,14 @@ class PredictWorker:
             left = [index for index in self._order if self.plan.parts[index] not in done]
             if not left:
                 return self._finish()
+            complete = self.output.read_complete()
+            if complete is not None:  # another rank has finished, and removed the entries
+                self.output.remove_work()
+                return complete
             is_stuck = time.monotonic() - last_change > max(STUCK_S, 10 * longest_s)
             claimed = next((index for index in left if self.output.claim(index)), left[0] if is_stuck else None)
             if claimed is None:
                 time.sleep(POLL_S)
-                if not done and self.output.read_complete() is not None:  # another rank has finished, and cleaned up
-                    return self._finish()
                 continue
             started = time.monotonic()
             part = self.plan.parts[claimed]
@@ -303,7 +308,9 @@ class PredictWorker:
             longest_s = max(longest_s, time.monotonic() - started)
 
     def current_progress(self) -> PredictProgress:
-        return self._progress(self.output.list_done())
+        """How far all ranks have come, for the process that has started them."""
+        done = self.output.list_done()
+        return self._progress(set(self.plan.parts) if not done and self.output.read_complete() else done)
 
     def _finish(self) -> PredictManifest:
         complete = self.output.read_complete()
