@@ -1,7 +1,7 @@
 """`ronde workflow`: carries out the sections of a job file one after the other, each by its own command.
 
-A step is done when its command has succeeded; then its fingerprint is written down. The fingerprint covers the values of
-its section, the files and functions that they name, and the fingerprints of all steps before it. A step whose
+A step is done when its command has succeeded; then its fingerprint is written down. The fingerprint covers the values
+of its section, the files and functions that they name, and the fingerprints of all steps before it. A step whose
 fingerprint is unchanged is skipped, so a workflow that was killed, or has failed, goes on where it was.
 """
 
