@@ -376,6 +376,12 @@ def parse_setting(name: str, text: str, source: str) -> Any:  # the type is the 
         raise ValueError(f"{source} must be {expected}, got {text!r}") from None
 
 
+def disable_onnxruntime_telemetry() -> None:
+    """Keep ONNX Runtime from sending reports to its makers, unless the user has decided it. Called before its import:
+    it looks at its variable then."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
 def config_dir(environ: Mapping[str, str] | None = None) -> Path:
     return _user_dir("XDG_CONFIG_HOME", ".config", environ)
 

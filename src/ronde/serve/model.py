@@ -25,6 +25,7 @@ import numpy as np
 from ronde.comm.buffers import Array
 from ronde.data.files import safe_name, write_aside
 from ronde.errors import DataError, ModelError
+from ronde.settings import disable_onnxruntime_telemetry
 from ronde.text import shorten
 
 METADATA_NAME = "model.json"
@@ -336,6 +337,7 @@ def _check_external_data(path: Path, named: set[str] | None) -> None:
 
 
 def _open_session(path: Path, *, threads: int) -> Any:
+    disable_onnxruntime_telemetry()
     try:
         import onnxruntime
     except ModuleNotFoundError as error:
