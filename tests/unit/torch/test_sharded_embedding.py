@@ -128,14 +128,14 @@ def test_every_other_mode_learns_and_goes_on_from_a_checkpoint(mode: str) -> Non
 
     def body(world: World) -> None:
         state = None
-        for begun in (0, 6):
+        for begun in (0, 12):
             users, items = ShardedEmbedding(24, 4), ShardedEmbedding(16, 4)
-            groups = [{"params": users.parameters()}, {"params": items.parameters(), "lr": 0.1}]
+            groups = [{"params": users.parameters()}, {"params": items.parameters(), "lr": 0.4}]
             optimizer = AsyncOptimizer(
-                torch.optim.Adagrad(groups, lr=0.2), mode=mode, staleness=2, state=state, group=world.group
+                torch.optim.Adagrad(groups, lr=0.5), mode=mode, staleness=2, state=state, group=world.group
             )
             before = optimizer.server.version
-            for epoch in range(6):
+            for epoch in range(12):
                 for indices in optimizer.samples(24 * 16, 16, epoch=epoch):
                     optimizer.zero_grad()
                     row, column = indices // 16, indices % 16
@@ -144,12 +144,12 @@ def test_every_other_mode_learns_and_goes_on_from_a_checkpoint(mode: str) -> Non
                     optimizer.step()
             world.group.barrier()
             optimizer.pull()
-            assert optimizer.server.version == before + 6 * 24
+            assert optimizer.server.version == before + 12 * 24
             if begun:
-                assert before == 6 * 24
+                assert before == 12 * 24
                 with torch.no_grad():
                     predicted = users(torch.arange(24)) @ items(torch.arange(16)).T
-                assert (predicted - ratings).square().mean() < 0.3 * ratings.square().mean()
+                assert (predicted - ratings).square().mean() < 0.2 * ratings.square().mean()
             state = optimizer.server.state_dict()
             world.group.barrier()
             optimizer.close()
