@@ -108,7 +108,13 @@ def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int =
     table.add_column("state", no_wrap=True)
     hosts = [shorten(rank.host) or UNKNOWN for rank in shown]
     host_width = min(MAX_HOST_WIDTH, max(map(len, hosts), default=0))
-    fixed_width = RANK_WIDTH + is_elastic * (WORKER_WIDTH + 1) + host_width + STATE_WIDTH + 3
+    fixed_width = (
+        max([RANK_WIDTH, *(len(rank.name) for rank in shown)])
+        + is_elastic * (WORKER_WIDTH + 1)
+        + host_width
+        + STATE_WIDTH
+        + 3
+    )
     columns = _choose_columns(shown, width - fixed_width, is_wide)
     for title in columns:
         table.add_column(title, justify="right", no_wrap=True)
@@ -116,7 +122,7 @@ def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int =
         table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
     for index, rank in enumerate(shown):
         is_slowest = rank.rank == status.slowest
-        number = UNKNOWN if rank.rank < 0 else str(rank.rank)
+        number = rank.name or (UNKNOWN if rank.rank < 0 else str(rank.rank))
         table.add_row(
             f"{SLOWEST_MARKER} {number}" if is_slowest else number,
             *((UNKNOWN if rank.number is None else str(rank.number),) if is_elastic else ()),

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from ronde.ps.commit_log import (
@@ -224,6 +225,8 @@ class ServerCore:
 
     def __init__(self, rank: int, setup: ServerSetup, configuration: Configuration, *, is_added: bool = False) -> None:
         self.rank = rank
+        if is_added:  # it has not adopted any yet
+            configuration = msgspec.structs.replace(configuration, epoch=0)
         self.configuration = configuration
         self.is_evicted = False
         """Whether the others have gone on without this server: it does nothing any more."""
@@ -491,7 +494,7 @@ class ServerCore:
             primaries = self.configuration.primaries[:num_parts]
             own = [index for index, rank in enumerate(primaries) if rank == self.rank]
             return [action for index in own for action in self._send_part(index, effect)]
-        elif self.log.is_sequencer:
+        elif self.log.is_sequencer and not isinstance(effect, WorkerAdded):
             return [self.log.make_reply(effect)]
         return []
 
