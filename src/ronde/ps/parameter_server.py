@@ -710,9 +710,9 @@ class ParameterServer:
             for index, array in values.items():
                 part = self._setup.parts[index]
                 part.scatter(decode_values(array, part.dtype), self._flat)
-        if not read.missing:
-            self._version = read.version
-            self._table_client.begin_step(read.number, read.version)
+            if is_over and not read.missing:
+                self._version = read.version
+                self._table_client.begin_step(read.number, read.version)
 
     def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
         with self._changed:
