@@ -143,7 +143,7 @@ def make_rank_orders(
         env = {**_common_variables(facts, local_size=1), **given[facts.is_local]}
         if dmlc_port:
             env.update(make_dmlc_variables(job, network, dmlc_port, helper.role, helper.host_index))
-        if tf_addresses:
+        if tf_addresses and job.has_tf_servers:
             env["TF_CONFIG"] = _make_tf_config(job, tf_addresses, helper.number)
         order = RankOrder(rank=helper.number, argv=job.command, env=env, cwd=job.cwd)
         orders.setdefault(helper.host_index, []).append(order)

@@ -51,6 +51,8 @@ STOP_TIMEOUT_S = 5.0
 WAIT_CHECK_S = 0.1
 REJOIN_INTERVAL_S = 1.0
 """How often a process that has come later asks for a parameter server that is not established yet."""
+RETRY_S = 0.02
+"""The pause after a round that has not begun, because one was lost meanwhile."""
 TAG_BYTES = 16
 FOREVER_S = 1_000_000.0
 
@@ -359,7 +361,11 @@ class ServerRounds:
             if participant.is_served.is_set() and not was_ready:
                 self._report_ready(instance)
         elif kind == RoundMessageKind.CREATE:
-            setup, configuration = self._unpack_setup(message.payload)
+            try:
+                setup, configuration = self._unpack_setup(message.payload)
+            except Exception as error:  # of a user's optimizer, which may need what this process does not find
+                self._end(RondeError(f"the optimizer of a parameter server cannot be loaded: {error!r}"))
+                raise
             participant = Participant(self.number, setup, configuration, ServerCore(self.number, setup, configuration))
             participant.messenger = RoundMessenger(self, instance)
             participant.creator = (source, attempt)
@@ -446,6 +452,7 @@ class ServerRounds:
                 self._changed.notify_all()
         except RondeError as error:
             logger.info("%d: a round of servers has not begun: %s", self.number, error)
+            time.sleep(RETRY_S)
         may_handle.set()
         if is_begun:
             self._must_leave.wait()
