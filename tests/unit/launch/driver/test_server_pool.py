@@ -63,8 +63,15 @@ class ServerScene:
     def exit(self, number: int, code: int) -> None:
         self.supervisor.handle_message(0, RankExit(number, code))
         done: list[bool] = []
-        self.loop.call_later(0.0, lambda: self.loop.call_later(0.0, lambda: done.append(True)))
+
+        def end() -> None:
+            self.loop.call_later(0.0, lambda: done.append(True))
+
+        self.loop.call_later(0.0, end)
         self.loop.run_until(lambda: bool(done))
+
+    def is_over(self) -> bool:
+        return self.supervisor.finished
 
     @property
     def started(self) -> list[int]:
@@ -89,10 +96,10 @@ def test_servers_end_behind_the_last_rank() -> None:
     with closing(EventLoop()) as loop, closing(ServerScene(loop)) as scene:
         scene.exit(0, 0)
         assert SignalRanks((FIRST_SERVER, FIRST_SERVER + 1), signal.SIGTERM) in scene.sent
-        assert not scene.supervisor.finished
+        assert not scene.is_over()
         for number in (FIRST_SERVER, FIRST_SERVER + 1):
             scene.exit(number, 0)
-        assert scene.supervisor.finished and len(scene.started) == 2
+        assert scene.is_over() and len(scene.started) == 2
 
 
 def test_servers_that_end_as_soon_as_they_are_started_end_the_job() -> None:
