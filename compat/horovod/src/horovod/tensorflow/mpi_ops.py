@@ -226,9 +226,7 @@ def _allreduce_list(
             if scales != (1.0, 1.0):
                 raise NotImplementedError("prescale_factor and postscale_factor do not work with IndexedSlices")
             values = tf.convert_to_tensor(tensor.values)
-            if (
-                op == Average and values.dtype.is_integer
-            ):  # Horovod's averages of whole numbers in slices have fractions
+            if op == Average and values.dtype.is_integer:  # Horovod's averages of them have fractions
                 values = tf.truediv(values, tf.ones([], values.dtype))
             sent.append(tf.IndexedSlices(values, tensor.indices, tensor.dense_shape))
         else:
