@@ -215,7 +215,7 @@ def test_a_request_that_kills_replicas_is_set_aside_and_never_takes_all(service:
             for status, _, _ in pool.map(lambda order: service.ask(INFER, *body(order)), (1, 2, 3, 4)):
                 assert status == 200
         status, reply, _ = poison.result()
-    assert (status, "two replicas have died" in reply["error"]) == (500, True)
+    assert (status, "two replicas have died" in reply["error"]) == (500, True), (reply, service.printed)
     assert service.metric("replicas_lost_total") == lost + 2
     status, reply, _ = service.ask(INFER, *body(102))  # the same again is refused at once
     assert (status, "equal request" in reply["error"]) == (500, True)

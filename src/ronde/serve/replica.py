@@ -214,7 +214,7 @@ def run_replica(options: ReplicaOptions) -> None:
     logging.basicConfig(format="%(message)s")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     with contextlib.closing(_connect(options, settings)) as connection, contextlib.ExitStack() as opened:
-        _Replica(connection, options, opened).run()
+        _ReplicaProcess(connection, options, opened).run()
 
 
 def _connect(options: ReplicaOptions, settings: Settings) -> Connection:
@@ -243,7 +243,7 @@ def _connect(options: ReplicaOptions, settings: Settings) -> Connection:
     return found
 
 
-class _Replica:
+class _ReplicaProcess:
     """The connection to the front, and the models that are loaded."""
 
     def __init__(self, connection: Connection, options: ReplicaOptions, opened: contextlib.ExitStack) -> None:

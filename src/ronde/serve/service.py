@@ -41,7 +41,7 @@ from ronde.serve.batcher import BatchLimits
 from ronde.serve.dispatcher import Dispatcher
 from ronde.serve.front import PUBLIC_PATHS, Front
 from ronde.serve.handler import load_handler
-from ronde.serve.model_store import copy_model, remove_abandoned_copies
+from ronde.serve.model_store import ModelCopy, copy_model, remove_abandoned_copies
 from ronde.serve.replica import ReplicaOptions, run_replica
 from ronde.serve.replica_messages import REPLICA_PURPOSE
 from ronde.serve.serving_metrics import ServingMetrics
@@ -185,11 +185,17 @@ def run_service(options: ServeOptions, output_sink: Callable[[int], Printer], on
     JobFailed if its replicas cannot run, ValueError for options that cannot be used."""
     load_handler(options.handler)  # so that a mistake is seen before anything starts
     job = make_service_job(options)
+    service = _Service(options, make_http_options(options), job, on_event)
     with ExitStack() as opened:
-        service = _Service(options, make_http_options(options), job, on_event)
+        remove_abandoned_copies()
+        copy = copy_model(options.model, 1)
+        opened.callback(copy.remove)
+        name = options.name or copy.name
+        if not MODEL_NAME.match(name):
+            raise ValueError(f"the model is called {name!r}, which no URL can hold; give another name with --name")
         printer = output_sink(job.num_ranks)
         opened.callback(printer.close)
-        _run_in_loop(service.run(printer))
+        _run_in_loop(service.run(name, copy, printer))
 
 
 def _run_in_loop(main: Coroutine[Any, Any, None]) -> None:
@@ -224,15 +230,10 @@ class _Service:
         self._listeners: list[Listener] = []
         """For replicas: at most one."""
 
-    async def run(self, printer: Printer) -> None:
+    async def run(self, name: str, copy: ModelCopy, printer: Printer) -> None:
+        """Serve a model under this name until a signal comes."""
         options, loop = self._options, asyncio.get_running_loop()
-        remove_abandoned_copies()
-        copy = await asyncio.to_thread(copy_model, options.model, 1)
         with ExitStack() as opened:
-            name = options.name or copy.name
-            if not MODEL_NAME.match(name):
-                copy.remove()
-                raise ValueError(f"the model is called {name!r}, which no URL can hold; give another name with --name")
             metrics = ServingMetrics()
             dispatcher = Dispatcher(
                 BatchLimits(
