@@ -28,6 +28,7 @@ INFER = "/v2/models/colors/infer"
 HANDLER = '''
 """A handler that does what the first number of a request says."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -221,6 +222,7 @@ def test_a_request_that_kills_replicas_is_set_aside_and_never_takes_all(service:
     assert (status, "equal request" in reply["error"]) == (500, True)
     assert (project / "deaths").read_text() == "xx"
     assert service.metric("requests_set_aside_total") == 1
+    service.wait_until(lambda: service.metric("replicas_ready") == 2)
 
 
 def test_a_full_queue_refuses_with_503_and_the_rest_is_answered(service: RunningService, project: Path) -> None:
@@ -274,7 +276,9 @@ def test_another_model_replaces_the_first_and_a_broken_one_does_not(service: Run
         output_of([sys.executable, "-c", other], cwd=project)
         service.process.send_signal(signal.SIGHUP)
         service.wait_for("the model was not changed")
+        lost = service.metric("replicas_lost_total")
         service.replicas()[0].kill()  # the next one loads the model that is served, not the one that is in the folder
+        service.wait_until(lambda: service.metric("replicas_lost_total") > lost)
         service.wait_until(lambda: service.metric("replicas_ready") == 2)
     finally:
         stop.set()
