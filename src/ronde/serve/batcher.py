@@ -236,8 +236,9 @@ class Batcher(Generic[T]):
         usable = {number: state for number, state in self._usable().items() if len(state.batches) < MAX_OUTSTANDING}
         if not usable:
             return None
-        # An idle one, then that with the least outstanding work; of equal ones, the one that was used longest ago.
-        number = min(usable, key=lambda each: (usable[each].num_rows, usable[each].last_used))
+        # An idle one, then that with the least outstanding work; of equal ones the last that was used, as its model is
+        # in the caches of a core.
+        number = min(usable, key=lambda each: (usable[each].num_rows, -usable[each].last_used))
         if not usable[number].batches:
             return number
         has_waited = now_s - queue[0].arrived_s >= self.limits.max_delay_s

@@ -159,9 +159,8 @@ def make_service_job(options: ServeOptions) -> Job:
 
 
 def make_http_options(options: ServeOptions) -> HttpOptions:
-    """Whom the service answers, where. The token comes from a file, the environment, or is made. ValueError if it, or a
-    file for TLS, cannot be read."""
-    token = take_secret(TOKEN_VARIABLE) or new_token()
+    """Whom the service answers, where. ValueError if the token, or a file for TLS, cannot be read."""
+    token = take_secret(TOKEN_VARIABLE)
     if options.token_file:
         token = read_token(Path(options.token_file))
     return HttpOptions(
@@ -221,7 +220,9 @@ class _Service:
         self, options: ServeOptions, http_options: HttpOptions, job: Job, on_event: Callable[[str], None]
     ) -> None:
         self._options = options
-        self._http_options = http_options
+        self._has_own_token = not (http_options.token or options.no_token)
+        """Whether the token is made for this run: then it is in a file of its own."""
+        self._http_options = replace(http_options, token=new_token()) if self._has_own_token else http_options
         self._job = job
         self._on_event = on_event
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -273,8 +274,8 @@ class _Service:
         self._on_event(f"listening at {server.url}")
         if not http_options.token:
             self._on_event("everybody who can connect is answered (no token)")
-        elif self._options.token_file:
-            self._on_event(f"clients send the token in {self._options.token_file}")
+        elif not self._has_own_token:
+            self._on_event(f"clients send the token in {self._options.token_file or '$' + TOKEN_VARIABLE}")
         else:
             path = open_jobs_dir() / f"serve-{server.port}.token"
             write_token(path, http_options.token)
