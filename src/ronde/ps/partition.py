@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -80,6 +80,8 @@ class Part:
     def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array], *, copy: bool = True) -> Array:
         """The elements of the part, in new memory. Without `copy` it may be that of a tensor, if they are there one
         behind the other."""
+        if not self.slices:
+            return np.zeros(0, self.dtype)
         if not copy and len(self.slices) == 1:
             piece = self.slices[0]
             return flat_tensors[piece.tensor][piece.start : piece.stop]
@@ -136,6 +138,13 @@ def cut_into_parts(
     return tuple(parts)
 
 
+class Sized(Protocol):
+    """A part of anything."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
 class Configuration(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Which servers there are, and which parts they hold. There is one for each epoch."""
 
@@ -170,7 +179,7 @@ class PartsLost(Exception):
         super().__init__(f"{len(self.parts)} parts were only on servers {self.servers}")
 
 
-def make_configuration(parts: Sequence[Part], servers: Iterable[int], *, replicate: bool = True) -> Configuration:
+def make_configuration(parts: Sequence[Sized], servers: Iterable[int], *, replicate: bool = True) -> Configuration:
     """The configuration of the first epoch: the largest part first, each to the server that has the fewest bytes."""
     ranks = tuple(servers)
     if not ranks:
@@ -185,12 +194,19 @@ def make_configuration(parts: Sequence[Part], servers: Iterable[int], *, replica
     return Configuration(1, ranks, tuple(primaries), tuple(backups))
 
 
-def remove_servers(configuration: Configuration, lost: Collection[int], parts: Sequence[Part]) -> Configuration:
-    """The configuration of the next epoch, without these servers. The backups of their parts become primaries, and
-    parts that had a backup and have none now get another one if there is a server for it. Raises PartsLost."""
+def change_servers(
+    configuration: Configuration,
+    parts: Sequence[Sized],
+    *,
+    lost: Collection[int] = (),
+    added: Iterable[int] = (),
+    replicate: bool = True,
+) -> Configuration:
+    """The configuration of the next epoch, without the lost servers and with those that were added, behind the others.
+    The backups of lost primaries become primaries. With `replicate`, parts that have no backup get one, if there is a
+    server for it. Raises PartsLost."""
     servers = tuple(rank for rank in configuration.servers if rank not in lost)
     primaries, backups = list(configuration.primaries), list(configuration.backups)
-    replicated = [backup != NO_BACKUP for backup in backups]
     gone: list[int] = []
     for index in range(len(primaries)):
         living = [rank for rank in configuration.replicas_of(index) if rank in servers]
@@ -200,12 +216,13 @@ def remove_servers(configuration: Configuration, lost: Collection[int], parts: S
         primaries[index], backups[index] = living[0], living[1] if len(living) > 1 else NO_BACKUP
     if gone or not servers:
         raise PartsLost(gone, lost)
-    if len(servers) > 1 and any(replicated):
+    servers = (*servers, *(rank for rank in added if rank not in servers))
+    if len(servers) > 1 and replicate:
         _add_backups(parts, servers, primaries, backups)
     return Configuration(configuration.epoch + 1, servers, tuple(primaries), tuple(backups))
 
 
-def _add_backups(parts: Sequence[Part], servers: Sequence[int], primaries: list[int], backups: list[int]) -> None:
+def _add_backups(parts: Sequence[Sized], servers: Sequence[int], primaries: list[int], backups: list[int]) -> None:
     """Give each part that has no backup one on another server than its primary, by bytes."""
     loads = dict.fromkeys(servers, 0)
     for index, part in enumerate(parts):

@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
-from ronde.ps import SGD, Adagrad, Adam, AdamW, GradientNoise, ParameterServer, RMSProp
+from ronde.ps import SGD, Adagrad, Adam, AdamW, EmbeddingTable, GradientNoise, ParameterServer, RMSProp
 from ronde.ps import Optimizer as ServerOptimizer
+from ronde.torch.sharded_embedding import ShardedEmbedding
 
 KNOWN: dict[type[Optimizer], tuple[Callable[..., ServerOptimizer], tuple[str, ...]]] = {
     torch.optim.SGD: (SGD, ("momentum", "dampening", "weight_decay", "nesterov")),
@@ -35,7 +36,8 @@ class AsyncOptimizer(Optimizer):
     It takes SGD, Adam, AdamW, Adagrad and RMSprop of PyTorch, or, as `server_optimizer`, one of ronde.ps for the
     parameters of any. Their state is on the servers. Learning rates are read from `param_groups` in every step, so
     schedulers work. `mode`, `staleness`, `servers`, `workers`, `replicate` and `clip_norm` are those of
-    ronde.ps.ParameterServer, and `noise` is a ronde.ps.GradientNoise.
+    ronde.ps.ParameterServer, and so are `delay_compensation`, `compression` and `state`; `noise` is a
+    ronde.ps.GradientNoise. The rows of a ShardedEmbedding are read and pushed as they are used.
 
     With `overlap`, gradients are sent while the backward pass runs. Then a step has one backward pass, and nothing may
     change gradients after it; an error says so. Parameters without a gradient are pushed with zeros.
@@ -64,14 +66,20 @@ class AsyncOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         given = {id(parameter): name for name, parameter in named_parameters or ()}
         self._named: dict[str, Tensor] = {}
+        self._embeddings: dict[str, ShardedEmbedding] = {}
+        tables: dict[str, EmbeddingTable] = {}
         groups: dict[str, int] = {}
         for number, param_group in enumerate(self.param_groups):
             for index, parameter in enumerate(param_group["params"]):
                 if parameter.requires_grad:
                     name = given.get(id(parameter), f"{number}.{index}")
+                    embedding = getattr(parameter, "ronde_embedding", None)
+                    if embedding is not None:
+                        self._embeddings[name], tables[name] = embedding, embedding.make_table(number)
+                        continue
                     self._named[name] = parameter
                     groups[name] = number
-        arrays = {name: _as_array(name, parameter) for name, parameter in self._named.items()}
+        arrays = {name: parameter_array(name, parameter) for name, parameter in self._named.items()}
         self._learns_lr = server_optimizer is None
         """Whether the learning rates of param_groups count."""
         self.server = ParameterServer(
@@ -81,10 +89,13 @@ class AsyncOptimizer(Optimizer):
             staleness=staleness,
             noise=noise,
             groups=groups,
+            tables=tables,
             group=group,
             **options,
         )
         """The parameter server: its version, staleness and servers."""
+        for name, embedding in self._embeddings.items():
+            embedding.attach(self.server, name)
         self._staged: dict[str, tuple[int, int]] = {}
         """By name, gradients that were sent in the backward pass: the identity of the tensor, and its version."""
         self._hooks: list[RemovableHandle] = []
@@ -104,6 +115,8 @@ class AsyncOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         lrs = [float(each["lr"]) for each in self.param_groups] if self._learns_lr else []
+        for embedding in self._embeddings.values():
+            embedding.stage_gradients()
         staged, self._staged = self._staged, {}
         if not staged and not self._is_lazy:
             self.server.step([_gradient_array(parameter) for parameter in self._named.values()], lrs=lrs)
@@ -122,6 +135,12 @@ class AsyncOptimizer(Optimizer):
         if not self._is_lazy:
             self.server.finish_step()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as PyTorch's optimizers do, also those of rows of a ShardedEmbedding."""
+        super().zero_grad(set_to_none)
+        for embedding in self._embeddings.values():
+            embedding.drop_gradients()
 
     def finish_step(self) -> None:
         """Wait until the parameters are those of the last step, all of one version."""
@@ -198,7 +217,8 @@ def make_server_optimizer(optimizer: Optimizer) -> ServerOptimizer:
     return make(lr=lr, groups=others, **first)
 
 
-def _as_array(name: str, parameter: Tensor) -> Array:
+def parameter_array(name: str, parameter: Tensor) -> Array:
+    """The memory of a parameter as an array."""
     if parameter.device.type != "cpu":
         raise TypeError(f"parameter {name} is on {parameter.device}; a parameter server takes those on the CPU")
     array: Array = parameter.detach().numpy()

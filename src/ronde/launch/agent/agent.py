@@ -173,7 +173,8 @@ class Agent:
             if self._stopping:
                 detail = f"the agent of host {os.uname().nodename} is about to end"
             return self._report(RankExit(order.rank, NOT_STARTED_CODE, ExitReason.NOT_STARTED, detail))
-        argv = (sys.executable, *order.argv[1:]) if pickled_call and order.argv[:1] == ("",) else order.argv
+        is_own = order.argv[:2] == ("", "-m")  # a command of the user may begin with an empty word by mistake
+        argv = (sys.executable, *order.argv[1:]) if pickled_call or is_own else order.argv
         order = msgspec.structs.replace(order, argv=argv, env={**self._host_variables, **order.env})
         try:
             self._orphan_killer = self._orphan_killer or OrphanKiller()
