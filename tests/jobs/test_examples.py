@@ -100,7 +100,7 @@ def test_asynchronous_training_learns_as_synchronous_training_does_and_does_not_
     results = {mode: [float(each) for each in numbers] for mode, *numbers in found}
     assert [*results] == ["sync", "bounded", "async"], printed
     for accuracy, *_ in results.values():
-        assert accuracy > 93
+        assert accuracy > 93 and abs(accuracy - results["sync"][0]) < 3
     assert results["async"][1] == sum(results["async"][3:])  # every push was an update
 
 
