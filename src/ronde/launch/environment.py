@@ -26,8 +26,7 @@ import msgspec
 from ronde.launch.dmlc import make_dmlc_variables, make_helpers
 from ronde.launch.job import Job
 from ronde.launch.placement import Placement, bind_cpus
-from ronde.launch.protocol import PortCounts, RankOrder, StartRanks
-from ronde.launch.server_processes import SERVER_COMMAND
+from ronde.launch.protocol import SERVER_COMMAND, PortCounts, RankOrder, StartRanks
 from ronde.net.addresses import format_address
 from ronde.settings import ASSIGNED_BY_LAUNCHER, describe_settings
 

@@ -13,9 +13,6 @@ from ronde.launch.dmlc import helper_names
 from ronde.launch.job import Job
 from ronde.settings import FIRST_SERVER
 
-SERVER_COMMAND = ("", "-m", "ronde.ps.server_process")
-"""The empty word stands for the Python that runs the agent."""
-
 
 class ServerNames(Mapping[int, str]):
     """The names of server processes by number, also of those that are started later."""

@@ -173,6 +173,12 @@ class Participant:
         members = tuple(self.messenger.members)
 
         def begin() -> None:
+            logger.info(
+                "%s: epoch %d, servers %s",
+                self.messenger.describe(self.number),
+                configuration.epoch,
+                configuration.servers,
+            )
             serves = self.number in configuration.servers
             if serves and (self.server is None or self.server.is_evicted):
                 self.server = ServerCore(self.number, self.setup, configuration, is_added=True)
@@ -218,6 +224,7 @@ class Participant:
             if payload is not None and self.server.wants_state(message):
                 state = self.messenger.unpack(payload)
                 assert isinstance(state, LogState)
+                logger.info("%s: has the state as of position %d", self.messenger.describe(self.number), state.position)
                 self._carry_out(self.server.load_state(state, time.time()))
             return
         self._carry_out(self.server.handle(source, message, payload, time.time()))

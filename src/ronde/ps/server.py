@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from ronde.ps.commit_log import (
@@ -224,6 +225,8 @@ class ServerCore:
 
     def __init__(self, rank: int, setup: ServerSetup, configuration: Configuration, *, is_added: bool = False) -> None:
         self.rank = rank
+        if is_added:  # it has not adopted any yet
+            configuration = msgspec.structs.replace(configuration, epoch=0)
         self.configuration = configuration
         self.is_evicted = False
         """Whether the others have gone on without this server: it does nothing any more."""

@@ -439,6 +439,7 @@ class ServerRounds:
             starts = self._exchange_starts(world, greetings)
             with self._changed:
                 self._round = _Round(index, world, mailbox, ranks, servers)
+            logger.info("%s: round %d of %s", describe_member(self.number), index, self.members)
             self._begin(greetings, starts)
             is_begun = True
             with self._changed:

@@ -96,7 +96,8 @@ def compressed_gradients_train_too() -> None:
         ("zip", "one of none, fp16, 2bit, got 'zip'"),
         ({"type": "2bit", "bits": 2}, "has no option 'bits'"),
         ({"compressor": "topk"}, "has no option 'compressor'"),
-        ({"type": "2bit", "threshold": 0}, "must be above 0"),
+        ({"type": "2bit", "threshold": 0}, "must be a number above 0"),
+        ({"type": "2bit", "threshold": "half"}, "must be a number above 0, got 'half'"),
     ):
         with pytest.raises(ValueError, match=words):
             rm.DistributedTrainer(make_net(7).collect_params(), "sgd", compression=wrong)

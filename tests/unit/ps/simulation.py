@@ -225,7 +225,7 @@ class Simulation:
         except PartsLost:
             return
         for rank in came:
-            self.servers[rank] = ServerCore(rank, self.setup, newest, is_added=True)
+            self.servers[rank] = ServerCore(rank, self.setup, configuration, is_added=True)
         for rank in workers:
             core = WorkerCore(rank, len(self.parts), newest)
             self.workers[rank] = ScriptedWorker(core, self.num_samples, len(self.parts), 2, is_late=True)

@@ -117,7 +117,8 @@ class ServerPool:
     def end_if_done(self) -> None:
         """Ask the servers to end, if the last rank has ended and there will be no other."""
         has_ranks = any(number not in self._servers for number in self._supervisor.running)
-        if has_ranks or self._ranks.goes_on or self._is_ending or self._supervisor.is_ending:
+        goes_on = self._ranks.goes_on and not self._supervisor.is_ending
+        if has_ranks or goes_on or self._is_ending:
             return
         self._is_ending = True
         self._supervisor.ask_to_end(sorted(self._servers), signal.SIGTERM)
