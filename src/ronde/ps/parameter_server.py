@@ -289,6 +289,7 @@ class ParameterServer:
         if self._is_step_under_way:
             self._read_until(self._is_stepped, f"step {self._step}")
             self._is_step_under_way = False
+            self._group.recorder.record_push(self.staleness)
         return self.version
 
     def wait_for(self, name: str) -> None:
@@ -308,6 +309,7 @@ class ParameterServer:
         """As step(), without reading: return when the gradients are committed."""
         self._push(gradients, lrs, read=False)
         self._wait_until(lambda: self._worker.committed_step == self._step, f"the push of step {self._step}")
+        self._group.recorder.record_push(self.staleness)
 
     def pull(self) -> int:
         """Read the parameters, all of one version, into `parameters`. Return the version."""
@@ -710,9 +712,9 @@ class ParameterServer:
             for index, array in values.items():
                 part = self._setup.parts[index]
                 part.scatter(decode_values(array, part.dtype), self._flat)
-        if not read.missing:
-            self._version = read.version
-            self._table_client.begin_step(read.number, read.version)
+            if is_over and not read.missing:
+                self._version = read.version
+                self._table_client.begin_step(read.number, read.version)
 
     def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
         with self._changed:

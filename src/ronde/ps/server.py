@@ -494,7 +494,7 @@ class ServerCore:
             primaries = self.configuration.primaries[:num_parts]
             own = [index for index, rank in enumerate(primaries) if rank == self.rank]
             return [action for index in own for action in self._send_part(index, effect)]
-        elif self.log.is_sequencer:
+        elif self.log.is_sequencer and not isinstance(effect, WorkerAdded):
             return [self.log.make_reply(effect)]
         return []
 

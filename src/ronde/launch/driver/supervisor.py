@@ -44,7 +44,7 @@ from ronde.launch.protocol import (
 from ronde.launch.timeouts import HELPER_END_TIMEOUT_S
 from ronde.launch.tty import RawTerminalInput
 from ronde.net.event_loop import EventLoop, Timer
-from ronde.text import INTERRUPTED_CODE, LOST_CODE, format_ranks
+from ronde.text import INTERRUPTED_CODE, LOST_CODE
 
 SIGPIPE_EXIT_CODE = 141
 """A shell's exit code for a program whose output nobody reads any more (SIGPIPE)."""
@@ -188,6 +188,11 @@ class RankSupervisor:
     def running(self) -> Mapping[int, RankLocation]:
         return self._running
 
+    @property
+    def running_ranks(self) -> Mapping[int, RankLocation]:
+        """Those that run, without processes that are no ranks."""
+        return {number: location for number, location in self._running.items() if number not in self._names}
+
     # --- called by the driver ----------------------------------------------------------------------------------
 
     def start_ranks(self, locations: Iterable[RankLocation], orders: Mapping[int, StartRanks]) -> None:
@@ -195,7 +200,10 @@ class RankSupervisor:
         for location in locations:
             rank, _, host, local_rank = location
             self._running[rank] = location
-            self.rank_statuses[rank] = RankStatus(rank=rank, state="starting", host=host, local_rank=local_rank)
+            name = self._names.get(rank, "")
+            self.rank_statuses[rank] = RankStatus(
+                rank=rank, state="starting", host=host, local_rank=local_rank, name=name
+            )
             self._output_sink.rank_started(rank)
         self._send(orders)
         if self._output_paused:
@@ -332,9 +340,8 @@ class RankSupervisor:
         """Print what the user waits for, unless a reader of the output has left without a word."""
         if not self._running or (self.stop_request is not None and not self.stop_request.reason):
             return
-        ranks = format_processes(sorted(self._running), self._names)
-        if self._job.limits is not None:
-            ranks = format_ranks(self._running, "worker")
+        noun = "rank" if self._job.limits is None else "worker"
+        ranks = format_processes(sorted(self._running), self._names, noun)
         if stage is TerminationStage.INTERRUPT:
             self.print_message(f"Ctrl-C: {ranks} may end; press it again to kill")
         elif stage is TerminationStage.KILL:
