@@ -377,6 +377,14 @@ JOB_SECTIONS = ("run", "data", "search", "export", "predict", "serve")
 """The sections of a job file, one for each command. `run` has what a file with only the keys of `ronde run` has."""
 
 
+def read_sections(path: str) -> dict[str, dict[Any, Any]]:
+    """Return the sections of a job file with their values, unchecked. ValueError if it is no job file."""
+    found, lines = _load_yaml(path)
+    if not isinstance(found, dict) or found.keys().isdisjoint(JOB_SECTIONS):
+        raise ValueError(f"{path} is no job file: it has none of the sections {', '.join(JOB_SECTIONS)}")
+    return {section: _choose_section(path, section, found, lines) for section in found}
+
+
 def read_section(path: str, section: str, kind: type[SectionOptions]) -> SectionOptions:
     """Return the section of a job file. `kind` is a struct that forbids unknown fields. ValueError names the file, the
     key and its line."""

@@ -18,6 +18,7 @@ A rank gets ronde's own variables, and those that other systems read, so that th
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
@@ -284,3 +285,10 @@ def _placement_variables(placement: Placement) -> dict[str, str]:
 def login_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that only an agent's own environment has. The variables of its ranks override them."""
     return {name: environ[name] for name in LOGIN_VARIABLES if name in environ}
+
+
+def assigned_threads() -> int:
+    """Return with how many threads this rank should compute: as many as its launcher, or the user, has set for OpenMP;
+    without a launcher, one for each core that it may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isascii() and given.isdigit() and int(given) else len(os.sched_getaffinity(0))

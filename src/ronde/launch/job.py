@@ -109,6 +109,9 @@ class Job:
     """Of an elastic job; None when the number of ranks is fixed."""
     cooldown_s: tuple[float, float] = (1.0, 60.0)
     """In an elastic job, the shortest and the longest time for which a slot or host that has failed is left alone."""
+    is_service: bool = False
+    """In an elastic job: its processes form no rounds. Each that ends, for whatever reason, is started again, until the
+    job is told to end."""
     restarts: int = 0
     """How often a job of a fixed number of ranks is started again after a failure."""
     placements: tuple[Placement, ...] = field(init=False, repr=False, compare=False)

@@ -131,14 +131,24 @@ def log_to_output(loop: EventLoop, print_message: Callable[[str], None]) -> Iter
 class Driver:
     """One job. run() it, once; stop() it from any thread."""
 
-    def __init__(self, job: Job, output_sink: Printer, *, host_source: HostSource | None = None) -> None:
-        """`host_source` says which hosts an elastic job may use; by default those of the job, for ever."""
+    def __init__(
+        self,
+        job: Job,
+        output_sink: Printer,
+        *,
+        host_source: HostSource | None = None,
+        prepare: Callable[[Job, str], Job] | None = None,
+    ) -> None:
+        """`host_source` says which hosts an elastic job may use; by default those of the job, for ever. `prepare` is
+        called in the thread of run(), before the first worker of an elastic job is started, with the job and the
+        address at which workers reach this machine; the job that it returns is run."""
         if job.debug_rank is not None:  # the other ranks wait for a person
             settings = job.settings.replace(start_s=UNLIMITED_S, operation_s=UNLIMITED_S, stall_s=0.0)
             job = replace(job, settings=settings)
         self._job = job
         self._output_sink = output_sink
         self._host_source = host_source
+        self._prepare = prepare
         self._stop_requests: deque[StopRequest] = deque()
         self._loop: EventLoop | None = None
         self._agents: AgentGroup | None = None
@@ -147,6 +157,13 @@ class Driver:
     def stop(self, reason: str) -> None:
         """End everything. From any thread, also before and after run()."""
         self._request_stop(StopRequest(TERMINATED.exit_code, reason))
+
+    def kill_worker(self, number: int) -> None:
+        """Kill a worker of an elastic job. From any thread; has no effect if it does not run."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(
+                lambda: self._supervisor.ask_to_end([number], signal.SIGKILL) if self._supervisor is not None else None
+            )
 
     def run(self) -> JobResult:
         """Start the job, wait for its end, and leave nothing behind."""
@@ -251,6 +268,9 @@ class Driver:
         network = agents.probe_network(key, (PortCounts(),) * len(first_hosts), may_grow=may_grow)
         if self._stop_requests:
             raise StartCancelled
+
+        if self._prepare is not None:
+            job = self._job = self._prepare(job, network.driver_address)
 
         def on_membership(membership: Membership) -> None:  # in the coordinator's thread
             loop.call_soon_threadsafe(lambda: follow(membership))
