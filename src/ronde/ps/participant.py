@@ -101,7 +101,7 @@ class Participant:
         self._handling = threading.RLock()
         """Held while a message is handled: threads of two mailboxes may come, one after the other."""
         self._handling_thread = 0
-        """The number of the thread that has handled the last message."""
+        """The number of the thread that handles a message, or 0: it also takes what this process sends to itself."""
         self._to_self: deque[tuple[ServerMessage, Array | None]] = deque()
         """What this process has sent to itself."""
 
@@ -212,6 +212,8 @@ class Participant:
                     RondeError(f"the parameter server cannot go on: {reason}"), tell=not isinstance(error, RoundEnded)
                 )
                 raise
+            finally:
+                self._handling_thread = 0
 
     def _handle(self, source: int, message: ServerMessage, payload: Array | None) -> None:
         is_for_workers = isinstance(message, FOR_WORKERS)
