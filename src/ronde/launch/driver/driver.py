@@ -152,6 +152,8 @@ class Driver:
         self._loop: EventLoop | None = None
         self._agents: AgentGroup | None = None
         self._supervisor: RankSupervisor | None = None
+        self._server_coordinator: CoordinatorServer | None = None
+        """That of server processes and workers, if the job has one."""
 
     def stop(self, reason: str) -> None:
         """End everything. From any thread, also before and after run()."""
@@ -278,7 +280,8 @@ class Driver:
 
         def follow(membership: Membership) -> None:
             pool.handle_membership(membership)
-            servers.end_if_done()
+            if servers is not None:
+                servers.end_if_done()
 
         coordinator = CoordinatorServer(
             network.driver_address,
@@ -319,7 +322,9 @@ class Driver:
             indices = sorted(agents.host_facts)
             return indices[place % len(indices)] if indices else None
 
-        servers = self._open_server_pool(loop, agents, server_coordinator, key, opened, choose_host=choose_host)
+        servers: ServerPool | None = None
+        if job.num_servers:
+            servers = self._open_server_pool(loop, agents, server_coordinator, key, opened, choose_host=choose_host)
 
         def status(name: str, elapsed_s: float) -> JobStatus:
             return make_elastic_status(
@@ -337,7 +342,8 @@ class Driver:
             pool.handle_host_connected(index)
         agents.set_handlers(supervisor.handle_message, supervisor.handle_agent_lost, pool.handle_host_connected)
         poller.on_hosts, poller.on_error = pool.handle_hosts, pool.handle_source_error
-        servers.start()
+        if servers is not None:
+            servers.start()
         loop.run_until(lambda: supervisor.finished)
         supervisor.finish_output()
         return pool.make_result(
@@ -398,6 +404,7 @@ class Driver:
         )
         opened.callback(coordinator.close)
         coordinator.start({})
+        self._server_coordinator = coordinator
         return coordinator
 
     def _open_server_pool(
@@ -435,12 +442,17 @@ class Driver:
     def _open_supervisor(
         self, loop: EventLoop, agents: AgentGroup, coordinator: CoordinatorServer, opened: ExitStack
     ) -> RankSupervisor:
+        def report_exit(number: int, how: str) -> None:
+            coordinator.rank_exited(number, how)
+            if self._server_coordinator is not None:
+                self._server_coordinator.rank_exited(number, how)
+
         supervisor = self._supervisor = RankSupervisor(
             loop,
             self._job,
             send=agents.send,
             output_sink=self._output_sink,
-            on_rank_exit=coordinator.rank_exited,
+            on_rank_exit=report_exit,
             host_name=agents.host_name,
             names=process_names(self._job),
         )
