@@ -104,6 +104,7 @@ def test_asynchronous_training_learns_as_synchronous_training_does_and_does_not_
     assert [*results] == ["sync", "bounded", "async", "gossip"], printed
     for mode, (accuracy, *_) in results.items():  # the fast ranks that gossip end long before the slow one
         assert accuracy > (85 if mode == "gossip" else 93)
+        assert mode == "gossip" or abs(accuracy - results["sync"][0]) < 3
     assert results["async"][1] == sum(results["async"][3:])  # every push was an update
     page = (tmp_path / "report.html").read_text()
     plots = json.loads(re.findall(r'<script type="application/json" id="plots">(.*?)</script>', page)[0])
