@@ -644,7 +644,7 @@ class ParameterServer:
         if len(under_way.gradients) < len(self.parameters):
             missing = [name for name, index in self._indices.items() if index not in under_way.gradients]
             raise ValueError(f"no gradient was given for {', '.join(missing)}")
-        if lrs and len(lrs) <= max(part.group for part in self._setup.parts):
+        if lrs and len(lrs) <= max(part.group for part in self._setup.all_parts):
             raise ValueError(f"lrs must have one learning rate for each group of tensors, got {list(lrs)}")
         unstaged = [index for index in range(len(self._setup.parts)) if index not in under_way.staged]
         self._stage_parts(unstaged, copy=copy)
