@@ -85,7 +85,7 @@ class ShardedEmbedding(nn.Module):
         return {**self.__dict__, "_server": None, "_gradients": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # PyTorch gives it no types
         self.weight.ronde_embedding = self  # type: ignore[attr-defined]  # PyTorch does not copy it
 
     # --- for AsyncOptimizer ------------------------------------------------------------------------------------------
