@@ -9,17 +9,21 @@ change, they meet in the rounds of servers (server_rounds).
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized, resolve_group
 from ronde.errors import Mismatch, OperationTimeout
+from ronde.ps.checkpoints import SavedFile, write_manifest
 from ronde.ps.compression import check_codec, decode_values, encode_values
 from ronde.ps.embedding_tables import EmbeddingTable, cut_tables, pack_arrays
 from ronde.ps.leases import Lease
@@ -348,6 +352,24 @@ class ParameterServer:
             for number in range(num_states):
                 part.scatter(rows[1 + number], [each.reshape(num_states, -1)[number] for each in states.values()])
         return {"version": read.version, "parameters": values, "optimizer": states, "tables": tables}
+
+    def save(self, directory: str | os.PathLike[str]) -> str:
+        """Let each server write its parts of the parameters and of the states of the optimizer, all of one version, to
+        a folder that all of them reach under this path. Return the folder of this checkpoint, inside of it, which
+        ronde.ps.load_checkpoint() reads. Called by one worker, whenever it likes; the others train on."""
+        self._check_worker()
+        self.finish_step()
+        path = str(Path(directory).absolute())
+        with self._changed:
+            sends = self._worker.begin_read(with_states=True, save_to=path)
+        self._participant.send(sends)
+        self._wait_until(self._has_read, "saving of the parameters")
+        with self._changed:
+            read = self._worker.read
+            assert read is not None
+            told = read.take()
+        files = [msgspec.json.decode(told[index].tobytes(), type=SavedFile) for index in sorted(told)]
+        return str(write_manifest(path, read.version, self._setup, list(self.tables), files))
 
     def samples(self, num_samples: int, batch_size: int, *, epoch: int = 0) -> Iterator[Array]:
         """Yield indices of samples to train on, batch_size at a time, until every sample of the epoch is used.

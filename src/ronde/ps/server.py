@@ -132,7 +132,16 @@ class SendState(NamedTuple):
     state: LogState
 
 
-Action: TypeAlias = OutgoingMessage | Propose | SendState
+class SavePart(NamedTuple):
+    """A part is to be written to a folder, and the worker told what was written."""
+
+    to: int
+    message: PartValues
+    directory: str
+    state: Array
+
+
+Action: TypeAlias = OutgoingMessage | Propose | SendState | SavePart
 
 
 class PartReplica(Replica):
@@ -531,6 +540,8 @@ class ServerCore:
             if self._setup.compression != "none":
                 values = encode_values(values, self._setup.compression)
         message = PartValues(self.configuration.epoch, read.read, index, read.version)
+        if read.save_to:
+            return [SavePart(read.worker, message, read.save_to, values)]
         return [OutgoingMessage(read.worker, message, values)]
 
     def _answer_held_reads(self, index: int) -> list[Action]:

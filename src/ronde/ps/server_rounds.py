@@ -51,6 +51,8 @@ STOP_TIMEOUT_S = 5.0
 WAIT_CHECK_S = 0.1
 REJOIN_INTERVAL_S = 1.0
 """How often a process that has come later asks for a parameter server that is not established yet."""
+RETRY_S = 0.02
+"""The pause after a round that has not begun, because one was lost meanwhile."""
 TAG_BYTES = 16
 FOREVER_S = 1_000_000.0
 
@@ -60,7 +62,7 @@ HEADER = struct.Struct("<BII")
 logger = logging.getLogger("ronde.ps")
 
 
-class _Kind(enum.IntEnum):
+class RoundMessageKind(enum.IntEnum):
     MESSAGE = 0
     """A message of the parameter server (ronde.ps.protocol)."""
     CREATE = 1
@@ -137,7 +139,7 @@ class RoundMessenger:
         return self._rounds.error
 
     def post(self, to: int, header: bytes, payload: Array | None) -> None:
-        self._rounds.post(to, _Kind.MESSAGE, self._instance, header, payload)
+        self._rounds.post(to, RoundMessageKind.MESSAGE, self._instance, header, payload)
 
     def describe(self, number: int) -> str:
         return describe_member(number)
@@ -245,7 +247,7 @@ class ServerRounds:
             configuration = make_configuration(round.servers)
             packed = self.pack((sys.path, cloudpickle.dumps((setup, configuration))))
             for to in configuration.servers:
-                self.post(to, _Kind.CREATE, instance, b"", packed, attempt=creation.attempt)
+                self.post(to, RoundMessageKind.CREATE, instance, b"", packed, attempt=creation.attempt)
             messenger = RoundMessenger(self, instance)
             for to, message, payload in load(configuration):
                 messenger.post(to, encode(message), payload)
@@ -258,7 +260,7 @@ class ServerRounds:
                 self.add(instance, setup, configuration)
                 del self._creations[instance]
             for to in configuration.servers:
-                self.post(to, _Kind.ESTABLISH, instance, b"", None, attempt=creation.attempt)
+                self.post(to, RoundMessageKind.ESTABLISH, instance, b"", None, attempt=creation.attempt)
             return configuration
 
     def add(self, instance: int, setup: ServerSetup, configuration: Configuration) -> Participant:
@@ -306,7 +308,7 @@ class ServerRounds:
     # --- for messengers --------------------------------------------------------------------------------------------
 
     def post(
-        self, to: int, kind: _Kind, instance: int, header: bytes, payload: Array | None, *, attempt: int = 0
+        self, to: int, kind: RoundMessageKind, instance: int, header: bytes, payload: Array | None, *, attempt: int = 0
     ) -> None:
         """Send without waiting. Between rounds, and to who is not there, nothing is sent: a new epoch makes up for
         it."""
@@ -350,7 +352,7 @@ class ServerRounds:
         may_handle.wait()
         kind, instance, attempt = HEADER.unpack_from(message.header)
         source, header = numbers[message.source], message.header[HEADER.size :]
-        if kind == _Kind.MESSAGE:
+        if kind == RoundMessageKind.MESSAGE:
             participant = self.participants.get(instance)
             if participant is None:
                 return
@@ -358,8 +360,12 @@ class ServerRounds:
             participant.handle(source, header, message.payload)
             if participant.is_served.is_set() and not was_ready:
                 self._report_ready(instance)
-        elif kind == _Kind.CREATE:
-            setup, configuration = self._unpack_setup(message.payload)
+        elif kind == RoundMessageKind.CREATE:
+            try:
+                setup, configuration = self._unpack_setup(message.payload)
+            except Exception as error:  # of a user's optimizer, which may need what this process does not find
+                self._end(RondeError(f"the optimizer of a parameter server cannot be loaded: {error!r}"))
+                raise
             participant = Participant(self.number, setup, configuration, ServerCore(self.number, setup, configuration))
             participant.messenger = RoundMessenger(self, instance)
             participant.creator = (source, attempt)
@@ -367,13 +373,13 @@ class ServerRounds:
                 self.participants[instance] = participant
             if participant.server is not None and participant.server.is_ready:  # it has no parts
                 self._report_ready(instance)
-        elif kind == _Kind.READY:
+        elif kind == RoundMessageKind.READY:
             with self._changed:
                 creation = self._creations.get(instance)
                 if creation is not None and creation.attempt == attempt:
                     creation.ready.add(source)
                     self._changed.notify_all()
-        elif kind == _Kind.ESTABLISH:
+        elif kind == RoundMessageKind.ESTABLISH:
             with self._changed:
                 self._established.add(instance)
 
@@ -388,7 +394,7 @@ class ServerRounds:
     def _report_ready(self, instance: int) -> None:
         creator, attempt = self.participants[instance].creator
         if creator >= 0:
-            self.post(creator, _Kind.READY, instance, b"", None, attempt=attempt)
+            self.post(creator, RoundMessageKind.READY, instance, b"", None, attempt=attempt)
 
     def _on_lost(self, rank: int, why: str) -> None:
         self._must_leave.set()
@@ -446,6 +452,7 @@ class ServerRounds:
                 self._changed.notify_all()
         except RondeError as error:
             logger.info("%d: a round of servers has not begun: %s", self.number, error)
+            time.sleep(RETRY_S)
         may_handle.set()
         if is_begun:
             self._must_leave.wait()
@@ -561,11 +568,11 @@ def describe_member(number: int) -> str:
 # --- the rounds of this process --------------------------------------------------------------------------------------
 
 
-class _ProcessState:
+class _RoundsOfProcess:
     rounds: ServerRounds | None = None
 
 
-_state = _ProcessState()
+_state = _RoundsOfProcess()
 
 
 def server_rounds_of_job() -> ServerRounds | None:

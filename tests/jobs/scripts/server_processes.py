@@ -1,8 +1,8 @@
 """A worker of tests/jobs/test_server_processes.py: trains parameters that count how often each sample was used.
 
 It goes on until the servers with which it began are gone and others are in their places, and, in an elastic job whose
-worker 1 kills itself, until another one has come for it. With --checkpoint it goes on with a checkpoint instead, if
-there is one, and makes another one.
+worker 1 kills itself, until another one has come for it. With --checkpoint it goes on with a checkpoint, if there is
+one, and makes another one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import ronde
-from ronde.ps import Optimizer, ParameterServer
+from ronde.ps import Optimizer, ParameterServer, load_checkpoint
 from ronde.ps.partition import Array
 
 NUM_SAMPLES = 600
@@ -41,10 +41,12 @@ def main() -> None:
     parser.add_argument("--mode", default="async")
     parser.add_argument("--came", type=Path)
     parser.add_argument("--epochs", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path)
     options = parser.parse_args()
     ronde.init()
     parameters = [np.zeros(TENSOR_SIZE) for _ in range(NUM_TENSORS)]
-    server = ParameterServer(parameters, Counting(), mode=options.mode, staleness=2)
+    state = load_checkpoint(options.checkpoint) if options.checkpoint and options.checkpoint.exists() else None
+    server = ParameterServer(parameters, Counting(), mode=options.mode, staleness=2, state=state)
     number = int(os.environ.get("RONDE_WORKER", ronde.rank()))
     first, shown = {*server.servers}, server.servers
     print(f"worker {number} is rank {ronde.rank()} of {ronde.size()}, servers {server.servers}", flush=True)
@@ -77,6 +79,13 @@ def main() -> None:
     is_exact = all((each == parameters[0]).all() for each in parameters) and (counts == counts[0]).all()
     is_exact = bool(is_exact) and counts[0] >= epoch + 1 and not parameters[0][NUM_SAMPLES:].any()
     print(f"exact: {is_exact}, longest step {longest_s:.3f} s", flush=True)
+    if options.checkpoint:
+        ronde.barrier()  # all have trained
+        if ronde.rank() == 0:
+            saved = load_checkpoint(server.save(options.checkpoint))
+            values, states = saved["parameters"]["3"], saved["optimizer"]["3"]
+            is_exact = bool((values == states[0]).all() and (values[:NUM_SAMPLES] == values[0]).all())
+            print(f"saved version {saved['version']}, each sample {values[0]:g} times: {is_exact}", flush=True)
     server.close()
 
 

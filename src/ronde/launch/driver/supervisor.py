@@ -95,12 +95,14 @@ class FixedRanks:
 
 class RanksWithHelpers:
     """The policy of a job that has a scheduler and servers besides its ranks: it needs all of them until the last rank
-    has ended. They end by themselves then, or are asked to."""
+    has ended. They end by themselves then, or are asked to. With servers of TensorFlow that is so when the chief, rank
+    0, has ended: its workers serve for ever."""
 
     def __init__(self, loop: EventLoop, supervisor: RankSupervisor, helpers: Collection[int], job: Job) -> None:
         self._loop = loop
         self._supervisor = supervisor
         self._helpers = frozenset(helpers)
+        self._has_chief = job.has_tf_servers
         self._delays_s = ((signal.SIGTERM, HELPER_END_TIMEOUT_S), (signal.SIGKILL, job.terminate_s))
 
     @property
@@ -108,8 +110,13 @@ class RanksWithHelpers:
         return False
 
     def handle_exit(self, rank_exit: RankExit) -> TerminationEvent | None:
-        if rank_exit.exit_code != 0 and not (rank_exit.requested and rank_exit.rank in self._helpers):
+        is_helper = self._has_chief or rank_exit.rank in self._helpers
+        if rank_exit.exit_code != 0 and not (rank_exit.requested and is_helper):
             return TerminationEvent.RANK_FAILED
+        if self._has_chief:
+            if rank_exit.rank == 0:
+                self._end_others()
+            return None
         if self._helpers.issuperset(self._supervisor.running) and rank_exit.rank not in self._helpers:
             self._end_helpers()
         return None
@@ -117,6 +124,13 @@ class RanksWithHelpers:
     def handle_agent_lost(self, host_index: int, error: HostError) -> None: ...
 
     def handle_agent_stopping(self, host_index: int) -> None: ...
+
+    def _end_others(self) -> None:
+        """The chief has ended: nobody needs the others any more."""
+        running = sorted(self._supervisor.running)
+        self._supervisor.ask_to_end(running, signal.SIGTERM)
+        delay_s = self._delays_s[-1][1]
+        self._loop.call_later(delay_s, partial(self._supervisor.ask_to_end, running, signal.SIGKILL))
 
     def _end_helpers(self) -> None:
         """The last rank has ended: ask those that still run to end, first in one way and then in another."""
