@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +88,16 @@ class RunningService:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *arguments: str, ready: bool = True) -> Iterator[RunningService]:
-    """A service that is ready, started in a folder."""
+def serving(folder: Path, *arguments: str, command: Sequence[str] = ()) -> Iterator[RunningService]:
+    """A service that is ready, started in a folder; with a command instead of arguments, by that."""
     log = folder / "service.log"
-    command = [str(PROGRAMS / "ronde"), "serve", *arguments, "--port", "0"]
+    command = command or [str(PROGRAMS / "ronde"), "serve", *arguments, "--port", "0"]
     env = {**os.environ, "RONDE_SERVE_TOKEN": TOKEN}
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output, text=True)
         try:
             service = RunningService(process, log)
-            if ready:
-                service.wait_for("ready: ")
+            service.wait_for("ready: ")
             yield service
             if process.poll() is None:
                 assert service.end() == 0, service.printed

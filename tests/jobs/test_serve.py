@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from tests.commands import ROOT, output_of
+from tests.jobs.kit import SshHosts
 from tests.jobs.service import TOKEN, RunningService, serving
 from tests.limits import LONG_TEST_S
 
@@ -28,6 +29,7 @@ INFER = "/v2/models/colors/infer"
 HANDLER = '''
 """A handler that does what the first number of a request says."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -215,12 +217,13 @@ def test_a_request_that_kills_replicas_is_set_aside_and_never_takes_all(service:
             for status, _, _ in pool.map(lambda order: service.ask(INFER, *body(order)), (1, 2, 3, 4)):
                 assert status == 200
         status, reply, _ = poison.result()
-    assert (status, "two replicas have died" in reply["error"]) == (500, True)
+    assert (status, "two replicas have died" in reply["error"]) == (500, True), (reply, service.printed)
     assert service.metric("replicas_lost_total") == lost + 2
     status, reply, _ = service.ask(INFER, *body(102))  # the same again is refused at once
     assert (status, "equal request" in reply["error"]) == (500, True)
     assert (project / "deaths").read_text() == "xx"
     assert service.metric("requests_set_aside_total") == 1
+    service.wait_until(lambda: service.metric("replicas_ready") == 2)
 
 
 def test_a_full_queue_refuses_with_503_and_the_rest_is_answered(service: RunningService, project: Path) -> None:
@@ -274,7 +277,9 @@ def test_another_model_replaces_the_first_and_a_broken_one_does_not(service: Run
         output_of([sys.executable, "-c", other], cwd=project)
         service.process.send_signal(signal.SIGHUP)
         service.wait_for("the model was not changed")
+        lost = service.metric("replicas_lost_total")
         service.replicas()[0].kill()  # the next one loads the model that is served, not the one that is in the folder
+        service.wait_until(lambda: service.metric("replicas_lost_total") > lost)
         service.wait_until(lambda: service.metric("replicas_ready") == 2)
     finally:
         stop.set()
@@ -319,3 +324,39 @@ def test_photos_are_answered_as_the_example_says(project: Path) -> None:
         for data in (b"no photo", jpeg((1, 2, 3))[:100]):
             status, reply, _ = service.ask(INFER, data, {"Inference-Header-Content-Length": "0"})
             assert (status, "no JPEG" in reply["error"]) == (400, True)
+
+
+ASK = """
+import http.client, json, sys
+from pathlib import Path
+port, body, length, token = int(sys.argv[1]), Path(sys.argv[2]).read_bytes(), sys.argv[3], sys.argv[4]
+connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+for _ in range(int(sys.argv[5])):
+    headers = {"Authorization": "Bearer " + token, "Inference-Header-Content-Length": length}
+    connection.request("POST", "/v2/models/colors/infer", body, headers)
+    reply = connection.getresponse()
+    print(reply.status, json.loads(reply.read())["outputs"][0]["data"][0])
+connection.request("GET", "/metrics", headers={"Authorization": "Bearer " + token})
+print(connection.getresponse().read().decode())
+"""
+
+
+def test_replicas_of_other_hosts_get_the_model_from_the_front(hosts: SshHosts, project: Path, tmp_path: Path) -> None:
+    _, b, c = hosts.addresses
+    data, headers = body(3)
+    (tmp_path / "body").write_bytes(data)
+    (tmp_path / "ask.py").write_text(ASK)
+    command = hosts.command("colors", "-H", f"{b}:1,{c}:1", "--port", "0", verb="serve")
+    with serving(project, command=command) as service:
+
+        def ask(count: int) -> str:
+            words = [sys.executable, tmp_path / "ask.py", str(service.port), tmp_path / "body"]
+            words += [headers["Inference-Header-Content-Length"], TOKEN, str(count)]
+            return output_of([*hosts.exec(0), *words])
+
+        service.wait_until(lambda: "replicas_ready 2" in ask(1))
+        assert ask(20).count("200 30.0") == 20
+        replicas = [each for each in hosts.processes(1) if "function_rank" in " ".join(each.cmdline())]
+        replicas[0].kill()
+        assert ask(20).count("200 30.0") == 20
+        service.wait_until(lambda: "replicas_ready 2" in ask(1))

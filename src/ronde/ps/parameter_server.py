@@ -213,6 +213,11 @@ class ParameterServer:
         return self._worker.staleness
 
     @property
+    def is_finished(self) -> bool:
+        """Whether training is over: all workers have left. So it is for a process that came too late, too."""
+        return self._worker.is_finished
+
+    @property
     def is_server(self) -> bool:
         """Whether this rank holds parts of the parameters."""
         return self._participant.number in self.servers

@@ -178,6 +178,8 @@ class ServerRounds:
         self._is_server_process = is_server_process
         self._num_made = 0
         self._established: set[int] = set()
+        self._newest: dict[int, Configuration] = {}
+        """By parameter server, the configuration with which it has gone on in this round."""
         self._wanted: set[int] = set()
         """Parameter servers that this process wants to join."""
         self._creations: dict[int, _Creation] = {}
@@ -217,7 +219,8 @@ class ServerRounds:
         self._is_stopping = True
         self._must_leave.set()
         if self._has_started and self._thread is not threading.current_thread():
-            self._thread.join(STOP_TIMEOUT_S)
+            # Outside of a round there is nobody to tell, and the thread may wait for others for long
+            self._thread.join(STOP_TIMEOUT_S if self._round is not None else WAIT_CHECK_S)
 
     def release(self, instance: int) -> None:
         """A parameter server is closed. Without any, a worker leaves the rounds."""
@@ -268,7 +271,8 @@ class ServerRounds:
         with self._changed:
             participant = self.participants.get(instance)
             if participant is None:
-                participant = self.participants[instance] = Participant(self.number, setup, configuration)
+                newest = max(configuration, self._newest.get(instance, configuration), key=lambda each: each.epoch)
+                participant = self.participants[instance] = Participant(self.number, setup, newest)
                 participant.messenger = RoundMessenger(self, instance)
             self._established.add(instance)
         self.start()
@@ -516,6 +520,10 @@ class ServerRounds:
                     self.participants.pop(instance, None)  # all workers have closed it
                     self._established.discard(instance)
                     continue
+                if start.configuration is not None:
+                    self._newest[instance] = start.configuration
+                if participant is not None:
+                    self._established.add(instance)
                 is_wanted = self._is_server_process or instance in self._wanted
                 if participant is None and is_wanted and start.setup is not None and start.configuration is not None:
                     participant = self.participants[instance] = Participant(

@@ -84,7 +84,7 @@ class Batch(NamedTuple, Generic[T]):
 
 
 @dataclass(eq=False, slots=True)
-class _Replica(Generic[T]):
+class _ReplicaState(Generic[T]):
     batches: dict[int, Batch[T]] = field(default_factory=dict)
     num_rows: int = 0
     is_ready: bool = True
@@ -110,7 +110,7 @@ class Batcher(Generic[T]):
         self._suspects: deque[WaitingRequest[T]] = deque()
         self._suspect_replica: int | None = None
         """The replica that tries a suspect now, or will when it has done what it has. It gets nothing else."""
-        self._replicas: dict[int, _Replica[T]] = {}
+        self._replicas: dict[int, _ReplicaState[T]] = {}
         self._num_batches = 0
         self.num_waiting = 0
         """Requests that no replica has."""
@@ -126,7 +126,7 @@ class Batcher(Generic[T]):
 
     def set_ready(self, replica: int, is_ready: bool = True) -> None:
         """A replica has come, or takes no more batches for a while, or takes them again."""
-        self._replicas.setdefault(replica, _Replica()).is_ready = is_ready
+        self._replicas.setdefault(replica, _ReplicaState()).is_ready = is_ready
 
     def batch_done(self, replica: int, number: int) -> Batch[T] | None:
         """A replica has answered. None if it did not have that batch."""
@@ -213,7 +213,7 @@ class Batcher(Generic[T]):
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
-    def _usable(self) -> dict[int, _Replica[T]]:
+    def _usable(self) -> dict[int, _ReplicaState[T]]:
         return {
             number: state
             for number, state in self._replicas.items()
@@ -236,8 +236,9 @@ class Batcher(Generic[T]):
         usable = {number: state for number, state in self._usable().items() if len(state.batches) < MAX_OUTSTANDING}
         if not usable:
             return None
-        # An idle one, then that with the least outstanding work; of equal ones, the one that was used longest ago.
-        number = min(usable, key=lambda each: (usable[each].num_rows, usable[each].last_used))
+        # An idle one, then that with the least outstanding work; of equal ones the last that was used, as its model is
+        # in the caches of a core.
+        number = min(usable, key=lambda each: (usable[each].num_rows, -usable[each].last_used))
         if not usable[number].batches:
             return number
         has_waited = now_s - queue[0].arrived_s >= self.limits.max_delay_s

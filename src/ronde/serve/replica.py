@@ -213,13 +213,14 @@ def run_replica(options: ReplicaOptions) -> None:
     settings = Settings.load()
     logging.basicConfig(format="%(message)s")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    with contextlib.closing(_connect(options, settings)) as connection, contextlib.ExitStack() as opened:
-        _Replica(connection, options, opened).run()
+    connection, is_local = _connect(options, settings)
+    with contextlib.closing(connection), contextlib.ExitStack() as opened:
+        _ReplicaProcess(connection, options, opened, is_local=is_local).run()
 
 
-def _connect(options: ReplicaOptions, settings: Settings) -> Connection:
+def _connect(options: ReplicaOptions, settings: Settings) -> tuple[Connection, bool]:
     """Connect to the front: by its Unix socket if it is on this host, otherwise at the address of the coordinator,
-    which is in the same process."""
+    which is in the same process. Return also whether it is on this host."""
     key, deadline = JobKey(options.key), Deadline(CONNECT_S)
     request = ConnectionRequest(REPLICA_PURPOSE, max(0, settings.worker))
 
@@ -227,7 +228,7 @@ def _connect(options: ReplicaOptions, settings: Settings) -> Connection:
         raise StartFailed("the front is not on this host")
 
     try:
-        found, _ = connect_authenticated(
+        connection, _ = connect_authenticated(
             f"unix:{options.unix_name}",
             key,
             request,
@@ -239,15 +240,20 @@ def _connect(options: ReplicaOptions, settings: Settings) -> Connection:
             raise
         host, _ = parse_address(settings.coordinator)
         address = format_address(host, options.tcp_port)
-        found, _ = connect_authenticated(address, key, request, deadline, heartbeat_s=settings.heartbeat_s)
-    return found
+        connection, _ = connect_authenticated(address, key, request, deadline, heartbeat_s=settings.heartbeat_s)
+        return connection, False
+    return connection, True
 
 
-class _Replica:
+class _ReplicaProcess:
     """The connection to the front, and the models that are loaded."""
 
-    def __init__(self, connection: Connection, options: ReplicaOptions, opened: contextlib.ExitStack) -> None:
+    def __init__(
+        self, connection: Connection, options: ReplicaOptions, opened: contextlib.ExitStack, *, is_local: bool
+    ) -> None:
+        """`is_local`: the front is on this host, and so are its files."""
         self._connection = connection
+        self._is_local = is_local
         self._options = options
         self._opened = opened
         self._threads = options.threads or assigned_threads()
@@ -290,9 +296,8 @@ class _Replica:
         self._send(BatchDone(batch.number, batch.version, tuple(results), time.perf_counter() - began_s), buffers)
 
     def _start_loading(self, message: LoadModel) -> None:
-        path = Path(message.path)
-        if (path / message.files[0]).is_file():
-            self._load_in_thread(message, path)
+        if self._is_local:
+            self._load_in_thread(message, Path(message.path))
             return
         folder = Path(tempfile.mkdtemp(prefix="ronde-model-"))
         self._opened.callback(shutil.rmtree, folder, ignore_errors=True)

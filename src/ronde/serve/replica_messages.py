@@ -40,7 +40,7 @@ class LoadModel(ServeMessage, frozen=True):
 
     version: int
     path: str
-    """On the front's host. A replica that does not find it there asks for the files."""
+    """On the front's host. Replicas of other hosts ask for the files (FetchModel)."""
     files: tuple[str, ...]
     entry: str = ""
     """The file to load, of a model without metadata; otherwise the folder is."""
@@ -89,7 +89,7 @@ class ModelFailed(ServeMessage, frozen=True):
 
 
 class FetchModel(ServeMessage, frozen=True):
-    """Send the files of a model: they are not on this host."""
+    """Send the files of a model: this replica is on another host."""
 
     version: int
 

@@ -41,7 +41,7 @@ from ronde.serve.batcher import BatchLimits
 from ronde.serve.dispatcher import Dispatcher
 from ronde.serve.front import PUBLIC_PATHS, Front
 from ronde.serve.handler import load_handler
-from ronde.serve.model_store import copy_model, remove_abandoned_copies
+from ronde.serve.model_store import ModelCopy, copy_model, remove_abandoned_copies
 from ronde.serve.replica import ReplicaOptions, run_replica
 from ronde.serve.replica_messages import REPLICA_PURPOSE
 from ronde.serve.serving_metrics import ServingMetrics
@@ -159,9 +159,8 @@ def make_service_job(options: ServeOptions) -> Job:
 
 
 def make_http_options(options: ServeOptions) -> HttpOptions:
-    """Whom the service answers, where. The token comes from a file, the environment, or is made. ValueError if it, or a
-    file for TLS, cannot be read."""
-    token = take_secret(TOKEN_VARIABLE) or new_token()
+    """Whom the service answers, where. ValueError if the token, or a file for TLS, cannot be read."""
+    token = take_secret(TOKEN_VARIABLE)
     if options.token_file:
         token = read_token(Path(options.token_file))
     return HttpOptions(
@@ -185,11 +184,17 @@ def run_service(options: ServeOptions, output_sink: Callable[[int], Printer], on
     JobFailed if its replicas cannot run, ValueError for options that cannot be used."""
     load_handler(options.handler)  # so that a mistake is seen before anything starts
     job = make_service_job(options)
+    service = _Service(options, make_http_options(options), job, on_event)
     with ExitStack() as opened:
-        service = _Service(options, make_http_options(options), job, on_event)
+        remove_abandoned_copies()
+        copy = copy_model(options.model, 1)
+        opened.callback(copy.remove)
+        name = options.name or copy.name
+        if not MODEL_NAME.match(name):
+            raise ValueError(f"the model is called {name!r}, which no URL can hold; give another name with --name")
         printer = output_sink(job.num_ranks)
         opened.callback(printer.close)
-        _run_in_loop(service.run(printer))
+        _run_in_loop(service.run(name, copy, printer))
 
 
 def _run_in_loop(main: Coroutine[Any, Any, None]) -> None:
@@ -215,7 +220,9 @@ class _Service:
         self, options: ServeOptions, http_options: HttpOptions, job: Job, on_event: Callable[[str], None]
     ) -> None:
         self._options = options
-        self._http_options = http_options
+        self._has_own_token = not (http_options.token or options.no_token)
+        """Whether the token is made for this run: then it is in a file of its own."""
+        self._http_options = replace(http_options, token=new_token()) if self._has_own_token else http_options
         self._job = job
         self._on_event = on_event
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -224,15 +231,10 @@ class _Service:
         self._listeners: list[Listener] = []
         """For replicas: at most one."""
 
-    async def run(self, printer: Printer) -> None:
+    async def run(self, name: str, copy: ModelCopy, printer: Printer) -> None:
+        """Serve a model under this name until a signal comes."""
         options, loop = self._options, asyncio.get_running_loop()
-        remove_abandoned_copies()
-        copy = await asyncio.to_thread(copy_model, options.model, 1)
         with ExitStack() as opened:
-            name = options.name or copy.name
-            if not MODEL_NAME.match(name):
-                copy.remove()
-                raise ValueError(f"the model is called {name!r}, which no URL can hold; give another name with --name")
             metrics = ServingMetrics()
             dispatcher = Dispatcher(
                 BatchLimits(
@@ -272,8 +274,8 @@ class _Service:
         self._on_event(f"listening at {server.url}")
         if not http_options.token:
             self._on_event("everybody who can connect is answered (no token)")
-        elif self._options.token_file:
-            self._on_event(f"clients send the token in {self._options.token_file}")
+        elif not self._has_own_token:
+            self._on_event(f"clients send the token in {self._options.token_file or '$' + TOKEN_VARIABLE}")
         else:
             path = open_jobs_dir() / f"serve-{server.port}.token"
             write_token(path, http_options.token)

@@ -113,12 +113,12 @@ def log_to_output(loop: EventLoop, print_message: Callable[[str], None]) -> Iter
         while pending:
             print_message(pending.popleft())
 
-    class Handler(logging.Handler):
+    class PendingLogHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             pending.append(self.format(record))
             loop.call_soon_threadsafe(print_pending)
 
-    handler = Handler(logging.WARNING)
+    handler = PendingLogHandler(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield
