@@ -276,7 +276,8 @@ class ParameterServer:
         Without gradients, all of them were given to stage(). Those of rows of tables are given to stage_rows(). `lrs`
         are learning rates by group of tensors, in place of the optimizer's own; in "sync" mode those of the first
         worker count. It returns when the push is committed and cannot be lost any more, and, unless the mode is
-        "async", when no worker is too far behind.
+        "async", when no worker is too far behind. Gradients are not copied: after an error (a timeout, an interrupt)
+        they may be on their way, and must not be changed before finish_step() has returned.
         """
         self._push(gradients, lrs, read=True, copy=False)
         return self.finish_step()
