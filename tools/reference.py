@@ -24,6 +24,7 @@ import ronde.data
 import ronde.elastic
 import ronde.errors
 import ronde.ps
+import ronde.serve
 import ronde.settings
 import ronde.torch
 from ronde.launch.config import launch_options
@@ -59,7 +60,8 @@ def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
     yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md),"
-    yield "[ronde.data](data.md), [ronde.ps](ps.md) and [ronde.dash](dash.md) have their own, and there are pages for"
+    yield "[ronde.data](data.md), [ronde.ps](ps.md), [ronde.serve](serve.md) and [ronde.dash](dash.md) have their own,"
+    yield "and there are pages for"
     yield "what [metrics](metrics.md) and [events](events.md) hold. Everything else may change without notice."
     yield from _describe_names(ronde)
 
@@ -119,6 +121,12 @@ def data_page() -> Iterator[str]:
     yield f"# Names of ronde.data\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde.data`. The [guide](../guides/data.md) shows how to use them."
     yield from _describe_names(ronde.data)
+
+
+def serve_page() -> Iterator[str]:
+    yield f"# Names of ronde.serve\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.serve`, for handlers of [services](../guides/serving.md)."
+    yield from _describe_names(ronde.serve)
 
 
 def metrics_page() -> Iterator[str]:
@@ -451,6 +459,7 @@ def pages() -> dict[Path, str]:
         "dash.md": dash_page(),
         "ps.md": ps_page(),
         "data.md": data_page(),
+        "serve.md": serve_page(),
         "settings.md": settings_page(),
         "run.md": run_page(),
         "errors.md": errors_page(),

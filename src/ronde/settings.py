@@ -27,7 +27,7 @@ ASSIGNED_BY_LAUNCHER = (
 """Settings that a launcher gives to each rank. They have no flag and no key in a file."""
 FIRST_SERVER = 1_000_000
 """The number of the first server process of a job. Workers have lower ones."""
-RESERVED_VARIABLES = ("CALL_FD", "GUARD", "RESULT_FD", "TEST")
+RESERVED_VARIABLES = ("CALL_FD", "GUARD", "RESULT_FD", "SERVE_TOKEN", "TEST")
 """RONDE_* variables that begin with these words are no settings: the launcher and the tests use them."""
 
 MAX_TIMEOUT_S = 1_000_000.0
@@ -337,6 +337,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Return the names of the settings that an argument or the environment gives."""
         environ = os.environ if environ is None else environ
         return frozenset(info.name for info in describe_settings() if info.name in given or info.env in environ)
+
+
+def take_secret(variable: str) -> str:
+    """Return a secret from the environment, empty if there is none, and remove it there: what this process starts does
+    not inherit it."""
+    return os.environ.pop(variable, "").strip()
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import ronde.dash
 import ronde.data
 import ronde.elastic
 import ronde.ps
+import ronde.serve
 import ronde.torch
 from tools.reference import public_names
 
@@ -27,8 +28,9 @@ PAGES = pytest.mark.parametrize(
         (ronde.ps, "ps.md"),
         (ronde.dash, "dash.md"),
         (ronde.data, "data.md"),
+        (ronde.serve, "serve.md"),
     ],
-    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.ps", "ronde.dash", "ronde.data"],
+    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.ps", "ronde.dash", "ronde.data", "ronde.serve"],
 )
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "workflow": Command(
         "ronde.cli.workflow:workflow", "Prepare, search, train, export and predict, as a job file says."
     ),
+    "serve": Command("ronde.cli.serve:serve", "Answer requests for predictions over HTTP, with several replicas."),
     "bench": Command("ronde.cli.bench.command:bench", "Measure ronde on this machine, in turn with gloo, DDP and MPI."),
     "doctor": Command(
         "ronde.cli.doctor.command:doctor", "Say whether jobs can run on these hosts, and what to do if not."

@@ -139,7 +139,7 @@ class ModelFolder(msgspec.Struct, frozen=True):
     """Changes when a file of the model does, or what model.json says about it."""
 
 
-# --- folders -------------------------------------------------------------------------------------------------------
+# --- folders ---------------------------------------------------------------------------------------------------------
 
 
 def load_model_folder(path: str | os.PathLike[str], *, verify: bool = True) -> ModelFolder:
@@ -244,7 +244,7 @@ def _inner_file(root: Path, name: str) -> Path:
     return path
 
 
-# --- external data of ONNX -----------------------------------------------------------------------------------------
+# --- external data of ONNX -------------------------------------------------------------------------------------------
 
 # The messages of onnx.proto that lead to a tensor: by message, the numbers of fields and what they hold.
 _ONNX_MESSAGES: dict[str, dict[int, str]] = {
@@ -333,7 +333,7 @@ def _check_external_data(path: Path, named: set[str] | None) -> None:
             raise ModelError(f"{path} keeps weights in {shorten(name)!r}, which {METADATA_NAME} does not name: refused")
 
 
-# --- prediction ----------------------------------------------------------------------------------------------------
+# --- prediction ------------------------------------------------------------------------------------------------------
 
 
 def _open_session(path: Path, *, threads: int) -> Any:
