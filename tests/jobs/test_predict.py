@@ -95,7 +95,7 @@ def test_ranks_of_a_job_share_the_work_and_a_changed_model_refuses_to_go_on(proj
     assert "has predictions, and the model changed since" in refused.stderr
     forced = run_command(predict("--part-rows", "20", "--force"), cwd=project, limit_s=LONG_S)
     assert forced.returncode == 0, forced.stderr
-    assert "row,id,label,scores" in (project / "out.csv").read_text()
+    assert "row,id,predicted_label,scores" in (project / "out.csv").read_text()
 
 
 def test_a_job_file_says_what_to_predict_and_a_wrong_key_is_named_with_its_line(project: Path) -> None:

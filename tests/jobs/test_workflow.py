@@ -82,7 +82,7 @@ def test_a_workflow_that_is_killed_goes_on_where_it_was_and_does_nothing_twice(p
     assert "] run: ronde run --config job.yaml" in done.stdout
     rows = read_predictions(project)
     assert [int(row["row"]) for row in rows] == list(range(24))
-    assert sum(row["class"] == row["label"] for row in rows) >= 20
+    assert sum(row["class"] == row["predicted_label"] for row in rows) >= 20
 
     again = run(project, "ronde workflow job.yaml")
     assert again.returncode == 0, again.stderr
