@@ -5,10 +5,10 @@ fail while replicas are killed.
 
 Both serve the same model (a multilayer perceptron) with one thread per process, to the same clients: wrk for throughput
 and for one client at a time; for the latency at 70 % of what a client of our own can get out of it, one that sends at
-random moments whether or not the replies have come, so that a slow reply is not hidden by fewer requests. The service has a front and two
-replicas, and the application as many workers as that are processes, and for comparison as many as replicas. Rounds take
-turns, and the median counts. At last a replica is killed every few seconds, under the load of wrk and of Triton's
-client. Needs wrk.
+random moments whether or not the replies have come, so that a slow reply is not hidden by fewer requests. The service
+has a front and two replicas, and the application as many workers as that are processes, and for comparison as many as
+replicas. Rounds take turns, and the median counts. At last a replica is killed every few seconds, under the load of wrk
+and of Triton's client. Needs wrk.
 """
 
 from __future__ import annotations
