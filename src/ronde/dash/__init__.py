@@ -16,15 +16,18 @@ No machine-learning library is needed: it serves every framework, and NumPy alon
 
 from __future__ import annotations
 
-from ronde.dash.report import render_report_page, write_report
+from ronde.dash.report import PlotData, PlotLine, render_report_page, write_plots, write_report
 from ronde.dash.run_log import RankTimeBreakdown, ResourceSample, RunHistory, RunLog, read_log
 
 __all__ = [
+    "PlotData",
+    "PlotLine",
     "ResourceSample",
     "RankTimeBreakdown",
     "RunHistory",
     "RunLog",
     "read_log",
     "render_report_page",
+    "write_plots",
     "write_report",
 ]

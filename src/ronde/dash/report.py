@@ -40,13 +40,15 @@ Point: TypeAlias = tuple[float, float | None]
 
 
 class PlotLine(msgspec.Struct, frozen=True):
+    """A line of a plot. Where y is None it has a gap."""
+
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
 
 
 class PlotData(msgspec.Struct, frozen=True):
-    """Lines over common axes, as report.js reads them."""
+    """Lines over common axes."""
 
     title: str
     x_label: str
@@ -61,11 +63,23 @@ class PlotData(msgspec.Struct, frozen=True):
 def write_report(log: RunLog | Path | str, path: Path | str, *, title: str = "Training run") -> Path:
     """Write the report of this log and return its absolute path. The file appears whole or not at all."""
     run = read_log(log.path if isinstance(log, RunLog) else log)
+    return _write_page(path, render_report_page(run, title=title))
+
+
+def write_plots(plots: Sequence[PlotData], path: Path | str, *, title: str) -> Path:
+    """Write a page with plots of your own numbers, each line with at most eight others, and return its absolute path.
+    The file appears whole or not at all."""
+    figures = [_figure(plot.title, f'<div data-plot="{index}"></div>') for index, plot in enumerate(plots)]
+    sections = [f"<h1>{escape(title)}</h1>", f'<div class="charts">{"".join(figures)}</div>']
+    return _write_page(path, _render_page(title, sections, plots))
+
+
+def _write_page(path: Path | str, page: str) -> Path:
     target = Path(path).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        unfinished.write_text(render_report_page(run, title=title), encoding="utf-8")
+        unfinished.write_text(page, encoding="utf-8")
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -97,6 +111,10 @@ def render_report_page(run: RunHistory, *, title: str = "Training run") -> str:
         "<h2>Ranks</h2>" + _table(RANK_HEADINGS, [_rank_row(run, *each) for each in breakdowns.items()]),
         "<h2>Facts</h2>" + _table((), list(run.facts.items())),
     ]
+    return _render_page(title, sections, plots)
+
+
+def _render_page(title: str, sections: Sequence[str], plots: Sequence[PlotData]) -> str:
     # Inside a script element only "</script" and "<!--" have a meaning; \u003c is "<" in a string of JSON.
     data = msgspec.json.encode(plots).decode().replace("<", "\\u003c")
     files = (UPLOT_DIR / "uPlot.min.css", STATIC_DIR / "report.css", UPLOT_DIR / "LICENSE")

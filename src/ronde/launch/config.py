@@ -67,7 +67,8 @@ _RUN_OPTIONS = (
         "text",
         RANKS,
         "Start so many server processes for parameter servers (ronde.ps) beside the ranks; `in-ranks`: ranks are the "
-        "servers. Default: all slots of hosts that are written as host:2+servers, or in-ranks.",
+        "servers. With --tf-config they are those of TensorFlow's ParameterServerStrategy. Default: all slots of hosts "
+        "that are written as host:2+servers, or in-ranks.",
         "N|in-ranks",
     ),
     LaunchOption("config", "text", RANKS, "YAML file; its keys are these flags, with underscores.", "FILE"),

@@ -25,7 +25,6 @@ from ronde.coordinator.membership import ElasticLimits, Membership
 from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
-from ronde.launch.dmlc import make_helpers
 from ronde.launch.driver.agents import AgentGroup, StartCancelled
 from ronde.launch.driver.failure_report import JobResult, StopRequest, make_job_result
 from ronde.launch.driver.host_source import FixedHosts, HostPoller, HostSource
@@ -53,7 +52,7 @@ from ronde.launch.network import HostFacts
 from ronde.launch.output.printer import Printer
 from ronde.launch.placement import Host, Placement, hosts_or_localhost
 from ronde.launch.protocol import PortCounts, RankOrder
-from ronde.launch.server_processes import place_servers, process_names
+from ronde.launch.server_processes import make_helpers, place_servers, process_names
 from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey, new_job_key
@@ -201,7 +200,9 @@ class Driver:
         )
         opened.callback(coordinator.close)
         coordinator.start([placement.host.name for placement in job.placements])
-        server_coordinator = self._open_server_coordinator(network.driver_address, key, opened) if job.servers else None
+        server_coordinator = (
+            self._open_server_coordinator(network.driver_address, key, opened) if job.num_servers else None
+        )
         orders = make_rank_orders(
             job,
             network,
@@ -389,7 +390,7 @@ class Driver:
     def _open_server_coordinator(self, address: str, key: str, opened: ExitStack) -> CoordinatorServer:
         """The coordinator of server processes and workers. Their rounds have nothing to do with those of training."""
         job = self._job
-        num_members = job.num_ranks + (job.servers or 0)
+        num_members = job.num_ranks + job.num_servers
         settings = job.settings.replace(timeline="", stall_s=0.0)
         limits = ElasticLimits(start_ranks=num_members, timeout_s=UNLIMITED_S, suspend_s=settings.suspend_s)
         coordinator = CoordinatorServer(

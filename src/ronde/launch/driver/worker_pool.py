@@ -163,7 +163,7 @@ class WorkerPool:
             return  # it was removed, and perhaps another one was started there
         now_s = self._clock()
         self._slots.agent_changed(name, AgentStage.STOPPING, now_s)
-        for number, location in self._supervisor.running.items():
+        for number, location in self._supervisor.running_ranks.items():
             if location.host_index == host_index:
                 self._leaving.add(number)
                 self._slots.worker_asked(number, now_s)
@@ -190,7 +190,7 @@ class WorkerPool:
         if plan.action is PlanAction.FAIL and not self._job.is_service:
             self._fail(plan.describe(), TerminationEvent.RANK_FAILED)
         if membership.is_finished and not before.is_finished:  # those that have not joined are not needed any more
-            late = [number for number in self._supervisor.running if number not in membership.members]
+            late = [number for number in self._supervisor.running_ranks if number not in membership.members]
             self._supervisor.ask_to_end(late, signal.SIGTERM)
         if self._has_failed_behind_training():  # its exit was reported before
             self._supervisor.end_job(TerminationEvent.RANK_FAILED)
@@ -354,7 +354,7 @@ class WorkerPool:
         plan = self._membership.plan
         ready = plan.workers if plan.reason in (PlanReason.NEWCOMERS, PlanReason.SETTLING) else ()
         known = {*self._membership.members, *ready}
-        return sum(number not in known for number in self._supervisor.running)
+        return sum(number not in known for number in self._supervisor.running_ranks)
 
     # --- what it means ---------------------------------------------------------------------------------------------
 
@@ -403,7 +403,7 @@ class WorkerPool:
         )
         if self._membership.is_finished or has_ended:
             self.is_finished = True
-            if self._supervisor.running and not self._supervisor.is_ending:
+            if self._supervisor.running_ranks and not self._supervisor.is_ending:
                 self._supervisor.end_job(TerminationEvent.STOP_REQUESTED)
 
     def _fail_if_abandoned(self) -> None:
