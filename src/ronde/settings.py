@@ -25,7 +25,7 @@ ASSIGNED_BY_LAUNCHER = (
     *("elastic", "worker", "slot"),
 )
 """Settings that a launcher gives to each rank. They have no flag and no key in a file."""
-RESERVED_VARIABLES = ("CALL_FD", "GUARD", "RESULT_FD", "TEST")
+RESERVED_VARIABLES = ("CALL_FD", "GUARD", "MESSAGE_FDS", "RESULT_FD", "TEST", "TRIAL")
 """RONDE_* variables that begin with these words are no settings: the launcher and the tests use them."""
 
 MAX_TIMEOUT_S = 1_000_000.0

@@ -38,12 +38,11 @@ from ronde.launch.driver.monitor import (
     make_rank_stacks,
 )
 from ronde.launch.driver.slots import ScalingLimits, SlotTable
-from ronde.launch.driver.supervisor import RankLocation, RankSupervisor, RanksWithHelpers
+from ronde.launch.driver.supervisor import OutputSink, RankLocation, RankSupervisor, RanksWithHelpers
 from ronde.launch.driver.worker_pool import WorkerPool
 from ronde.launch.environment import count_ports, make_rank_orders, make_worker_order, makes_tf_config
 from ronde.launch.job import Job
 from ronde.launch.network import HostFacts
-from ronde.launch.output.printer import Printer
 from ronde.launch.placement import Host, Placement, hosts_or_localhost
 from ronde.launch.protocol import PortCounts, RankOrder
 from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
@@ -123,14 +122,23 @@ def log_to_output(loop: EventLoop, print_message: Callable[[str], None]) -> Iter
 class Driver:
     """One job. run() it, once; stop() it from any thread."""
 
-    def __init__(self, job: Job, output_sink: Printer, *, host_source: HostSource | None = None) -> None:
-        """`host_source` says which hosts an elastic job may use; by default those of the job, for ever."""
+    def __init__(
+        self,
+        job: Job,
+        output_sink: OutputSink,
+        *,
+        host_source: HostSource | None = None,
+        on_message: Callable[[int, bytes], None] | None = None,
+    ) -> None:
+        """`host_source` says which hosts an elastic job may use; by default those of the job, for ever. `on_message`
+        gets the messages of ranks (Job.has_messages), in the thread of run()."""
         if job.debug_rank is not None:  # the other ranks wait for a person
             settings = job.settings.replace(start_s=UNLIMITED_S, operation_s=UNLIMITED_S, stall_s=0.0)
             job = replace(job, settings=settings)
         self._job = job
         self._output_sink = output_sink
         self._host_source = host_source
+        self._on_message = on_message
         self._stop_requests: deque[StopRequest] = deque()
         self._loop: EventLoop | None = None
         self._agents: AgentGroup | None = None
@@ -139,6 +147,14 @@ class Driver:
     def stop(self, reason: str) -> None:
         """End everything. From any thread, also before and after run()."""
         self._request_stop(StopRequest(TERMINATED.exit_code, reason))
+
+    def send(self, rank: int, data: bytes) -> None:
+        """Send a message to a rank of a job with Job.has_messages. From any thread; one for a rank that does not run is
+        dropped."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(
+                lambda: self._supervisor.send_message(rank, data) if self._supervisor is not None else None
+            )
 
     def run(self) -> JobResult:
         """Start the job, wait for its end, and leave nothing behind."""
@@ -338,6 +354,7 @@ class Driver:
             on_rank_exit=coordinator.rank_exited,
             host_name=agents.host_name,
             names=helper_names(self._job),
+            on_message=self._on_message,
         )
         opened.callback(supervisor.close)
         return supervisor
@@ -404,7 +421,7 @@ def _terminal_fds() -> list[int]:
     return [fd for fd in range(3) if os.isatty(fd)]
 
 
-def run_job(job: Job, output_sink: Printer, *, host_source: HostSource | None = None) -> JobResult:
+def run_job(job: Job, output_sink: OutputSink, *, host_source: HostSource | None = None) -> JobResult:
     """Run a job, and after a failure again, as often as it may be restarted (Job.restarts). A job that could not be
     started, or that somebody has ended, is not started again."""
     for number in range(1, job.restarts + 1):
