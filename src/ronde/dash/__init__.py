@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from ronde.dash.report import render_report_page, write_report
 from ronde.dash.run_log import RankTimeBreakdown, ResourceSample, RunHistory, RunLog, read_log
+from ronde.dash.search_report import render_search_page, write_search_report
 
 __all__ = [
     "ResourceSample",
@@ -26,5 +27,7 @@ __all__ = [
     "RunLog",
     "read_log",
     "render_report_page",
+    "render_search_page",
     "write_report",
+    "write_search_report",
 ]

@@ -13,8 +13,8 @@
     result = ronde.search.run(objective, {"lr": {"low": 1e-4, "high": 0.1, "log": True}}, trials=40, pruner="median")
     print(result.best.params)
 
-A trial is a group of ranks: `ronde.init()` inside of the objective joins the others of its trial. `ronde search job.yaml`
-does the same from a file, and also with scripts that read the parameters as flags.
+A trial is a group of ranks: `ronde.init()` inside of the objective joins the others of its trial. `ronde search
+job.yaml` does the same from a file, and also with scripts that read the parameters as flags.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The journal of a study: Optuna's file of JSON lines, with the driver of the search as its only writer.
 
 A driver that was killed inside a write leaves a torn last line, after which Optuna could not read the file any more,
-and a lock that Optuna would wait 30 seconds for. open_journal() cuts the line and removes the lock. It may do so because
-it holds an exclusive flock on the journal, which the kernel releases when its owner dies: nobody else is writing.
+and a lock that Optuna would wait 30 seconds for. open_journal() cuts the line and removes the lock. It may do so
+because it holds an exclusive flock on the journal, which the kernel releases when its owner dies: nobody else writes.
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ def find_best(trials: list[TrialResult], direction: str) -> TrialResult:
 
 def format_params(params: Mapping[str, ParameterValue]) -> str:
     """Write parameters for people: lr=0.0123 layers=2."""
-    return " ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items())
+    return " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()
+    )
 
 
 def write_whole(path: Path, text: str) -> None:

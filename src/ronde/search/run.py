@@ -22,7 +22,15 @@ from ronde.search.options import SearchOptions
 from ronde.search.results import SearchResult, SearchStatus
 from ronde.search.script_group import MetricReader, ScriptGroup
 from ronde.search.space import parse_space
-from ronde.search.study import JOURNAL_NAME, Direction, PrunerName, SamplerName, SearchStudy, StudyOptions, check_num_trials
+from ronde.search.study import (
+    JOURNAL_NAME,
+    Direction,
+    PrunerName,
+    SamplerName,
+    SearchStudy,
+    StudyOptions,
+    check_num_trials,
+)
 from ronde.search.trial_output import OUTPUT_FOLDER
 from ronde.search.tuner import MakeGroup, Tuner
 from ronde.search.worker import run_worker

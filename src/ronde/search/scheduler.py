@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ronde.search.protocol import AbandonTrial, DriverToWorker, Outcome, PruneDecision, ReportedValue, StartTrial, TrialEnded
+from ronde.search.protocol import (
+    AbandonTrial,
+    DriverToWorker,
+    Outcome,
+    PruneDecision,
+    ReportedValue,
+    StartTrial,
+    TrialEnded,
+)
 from ronde.search.results import RunningTrial, TrialResult
 from ronde.search.study import PlannedTrial
 from ronde.text import format_count, format_ranks
@@ -110,9 +118,9 @@ class TrialScheduler:
         trial_s: float = 0.0,
         has_success: bool = False,
     ) -> None:
-        """`interrupted` are run first. `ask` returns a new trial, `tell` records how one has ended, before the next is
-        asked for; `judge` returns whether one is to be pruned; `make_start` makes the message for a trial and its attempt. `num_ended` trials have ended before, `has_success` if one of
-        them has not failed."""
+        """`interrupted` are run first. `ask` returns a new trial; `tell` records how one has ended, before the next is
+        asked for; `judge` returns whether one is to be pruned; `make_start` makes the message for a trial and its
+        attempt. `num_ended` trials have ended before, and `has_success` if one of them has not failed."""
         self._groups = [_GroupSlot() for _ in range(num_groups)]
         self._ranks_per_group = ranks_per_group
         self._num_trials = num_trials

@@ -1,10 +1,10 @@
 """The space of a search: what users write, as Optuna's distributions; how many points it has; which points are equal.
 
-    {"low": 1e-4, "high": 0.1, "log": True}     a float, here on a logarithmic scale
-    {"low": 1, "high": 8}                       a whole number, because both ends are
-    {"low": 32, "high": 256, "step": 32}        only every 32nd
-    {"low": 0, "high": 1, "type": "float"}      a float all the same
-    ["relu", "gelu"]                            one of these
+{"low": 1e-4, "high": 0.1, "log": True}     a float, here on a logarithmic scale
+{"low": 1, "high": 8}                       a whole number, because both ends are
+{"low": 32, "high": 256, "step": 32}        only every 32nd
+{"low": 0, "high": 1, "type": "float"}      a float all the same
+["relu", "gelu"]                            one of these
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _KEYS = ("low", "high", "step", "log", "type")
 def parse_space(space: Mapping[str, Any]) -> Space:
     """Return the distribution of each parameter. ValueError names the parameter and says what is allowed."""
     if not isinstance(space, Mapping) or not space:
-        raise ValueError("the space needs at least one parameter, as in {'lr': {'low': 1e-4, 'high': 0.1, 'log': True}}")
+        raise ValueError(
+            "the space needs at least one parameter, as in {'lr': {'low': 1e-4, 'high': 0.1, 'log': True}}"
+        )
     return {_check_name(name): _parse_parameter(name, written) for name, written in space.items()}
 
 

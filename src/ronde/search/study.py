@@ -1,9 +1,9 @@
-"""The study of a search, which only its driver has: which points were tried, what came of them, which point is next, and
-whether a trial is worth going on with. Optuna samples, prunes and keeps the records.
+"""The study of a search, which only its driver has: which points were tried, what came of them, which point is next,
+and whether a trial is worth going on with. Optuna samples, prunes and keeps the records.
 
 A trial is written to the journal twice: with all its parameters when it is asked for, and with all it has reported when
-it is over. So a driver that is killed leaves every trial whole, or running and to be run again under its own number; and
-values that a lost attempt has reported count for nothing.
+it is over. So a driver that is killed leaves every trial whole, or running and to be run again under its own number;
+and values that a lost attempt has reported count for nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class PlannedTrial(msgspec.Struct, frozen=True):
 class SearchStudy:
     """The study in a folder, open. Everything happens in one thread."""
 
-    def __init__(self, folder: Path, space: Space, options: StudyOptions, points: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, folder: Path, space: Space, options: StudyOptions, points: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """`points` are tried first. ValueError if the folder has the study of another space, direction or objective."""
         self.space = space
         self.options = options

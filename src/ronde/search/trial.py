@@ -1,4 +1,4 @@
-"""A trial as the objective sees it, in one of its ranks. Made by the worker; the driver is at the other end of `pipes`."""
+"""A trial as the objective sees it, in one of its ranks. Made by the worker; the driver is at the other end."""
 
 from __future__ import annotations
 

@@ -173,4 +173,3 @@ class Tuner:
             note=note,
             folder=str(self._folder),
         )
-

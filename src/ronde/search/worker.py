@@ -120,7 +120,9 @@ class ProcessState:
         self._cwd = os.getcwd()  # noqa: PTH109  # a text is all that chdir needs
         self._num_threads: tuple[int, bool] | None = None
         self._default_dtype: Any = None
+        self._num_modules = 0
         self._remember_torch()
+        self._collect()
 
     def seed(self, seed: int) -> None:
         """Let the random numbers of Python, NumPy and PyTorch begin with this seed."""
@@ -150,9 +152,17 @@ class ProcessState:
             torch.set_grad_enabled(True)
         elif torch is not None:  # the trial was the first to import it
             self._remember_torch()
-        gc.collect()
+        self._collect()
         if torch is not None and torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _collect(self) -> None:
+        """Free what nothing refers to any more. What was imported since the last time is left out from now on: to go
+        through PyTorch's objects takes longer than a short trial."""
+        gc.collect()
+        if len(sys.modules) != self._num_modules:
+            self._num_modules = len(sys.modules)
+            gc.freeze()
 
     def _remember_torch(self) -> bool:
         """Return whether PyTorch is imported, and remember what it begins with."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ronde.dash import report
+from ronde.dash import page
 from ronde.dash.report import render_report_page, write_report
 from ronde.dash.run_log import (
     LoggedValues,
@@ -191,9 +191,9 @@ def test_the_file_appears_whole_and_alone(tmp_path: Path) -> None:
 
 
 def test_the_chart_library_is_the_released_one_and_its_licence_is_in_the_page() -> None:
-    sums = (report.UPLOT_DIR / "SHA256SUMS").read_text().splitlines()
+    sums = (page.UPLOT_DIR / "SHA256SUMS").read_text().splitlines()
     assert len(sums) == 3
     for checksum, name in (line.split() for line in sums):
-        assert hashlib.sha256((report.UPLOT_DIR / name).read_bytes()).hexdigest() == checksum
+        assert hashlib.sha256((page.UPLOT_DIR / name).read_bytes()).hexdigest() == checksum
     assert "uPlot (v1.6.32)" in render_report_page(RunHistory())
     assert "The MIT License" in render_report_page(RunHistory())
