@@ -120,7 +120,8 @@ def _parallel_coordinates(result: SearchResult, names: Sequence[str]) -> str:
         tip = f"trial {trial.number}: {format_compact_number(trial.value)}, {format_params(trial.params)}"
         drawn.append(
             f'<polyline points="{path}" fill="none" stroke="var(--c{0 if place else 1})"'
-            f' stroke-width="{1.5 if place else 3}" opacity="{strength:.2f}"{dashes}><title>{escape(tip)}</title></polyline>'
+            f' stroke-width="{1.5 if place else 3}" opacity="{strength:.2f}"{dashes}>'
+            f"<title>{escape(tip)}</title></polyline>"
         )
     for index, axis in enumerate(axes):
         (x, top), (_, bottom) = point(index, 1.0), point(index, 0.0)

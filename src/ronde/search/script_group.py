@@ -189,7 +189,7 @@ class ScriptGroup:
                 report(reader.finish())
                 if result.summary:
                     output.print_message(result.summary)
-                event = self._judge_end(start, incarnation, result, values)
+                event = self._judge_end(start, incarnation, result, values, output.tail)
             except Exception as error:  # the edge of the thread: the tuner has to know
                 event = GroupLost(self._index, incarnation, f"{type(error).__name__}: {error}")
             output.close()
@@ -198,7 +198,14 @@ class ScriptGroup:
         self._thread = threading.Thread(target=run, name=f"ronde-search-{self._index}", daemon=True)
         start_thread(self._thread)
 
-    def _judge_end(self, start: StartTrial, incarnation: int, result: JobResult, values: list[float]) -> GroupEvent:
+    def _judge_end(
+        self,
+        start: StartTrial,
+        incarnation: int,
+        result: JobResult,
+        values: list[float],
+        tail: Callable[[int, int], str],
+    ) -> GroupEvent:
         """A script that ends by itself, also with an error, has ended its trial; one that was killed is lost."""
 
         def ended(outcome: Outcome, value: float = 0.0, reason: str = "") -> WorkerEvent:
@@ -213,7 +220,10 @@ class ScriptGroup:
             was_killed = code < 0 or code == LOST_CODE
             if was_killed or result.stop_request is not None:
                 return GroupLost(self._index, incarnation, describe_loss(result))
-            return ended(Outcome.FAILED, reason=shorten(result.summary.strip().splitlines()[0], 300))
+            last = tail(first or 0, code).strip().rpartition("\n")[2]
+            return ended(
+                Outcome.FAILED, reason=shorten(f"{describe_loss(result)} ({last})" if last else describe_loss(result))
+            )
         if not values:
             return ended(Outcome.FAILED, reason="it has printed no metric; check `metric` against its output")
         if math.isnan(values[-1]):

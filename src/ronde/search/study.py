@@ -38,6 +38,9 @@ MAX_SAMPLES = 100
 MAX_LISTED_POINTS = 100_000
 """Of a space of so many points, one that was not tried is found by going through all of them."""
 
+MIN_IMPORTANCE_TRIALS = 10
+"""With fewer complete trials, the importance of a parameter says nothing."""
+
 Direction: TypeAlias = Literal["minimize", "maximize"]
 SamplerName: TypeAlias = Literal["tpe", "random", "grid"]
 PrunerName: TypeAlias = Literal["none", "median", "asha", "hyperband"]
@@ -172,7 +175,7 @@ class SearchStudy:
         complete to tell."""
         complete = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         varying = [name for name in self.space if len({repr(trial.params[name]) for trial in complete}) > 1]
-        if len(complete) < 4 or not varying or len({trial.value for trial in complete}) < 2:
+        if len(complete) < MIN_IMPORTANCE_TRIALS or not varying or len({trial.value for trial in complete}) < 2:
             return {}
         with _quiet_optuna():
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()

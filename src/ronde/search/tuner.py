@@ -130,20 +130,24 @@ class Tuner:
                 case StartGroup(group, incarnation):
                     self._groups[group].start(incarnation)
                 case ShowMessage(text):
-                    logger.info("%s", text)
-                    self._messages.append(text)
+                    self._show_message(text)
 
     def _tell(self, result: TrialResult) -> None:
         self._study.tell(result)
         self._ended.append(result)
         if result.outcome is Outcome.FAILED:
             text = f"trial {result.number} has failed ({format_params(result.params)}): {result.reason}"
+            self._show_message(text)
+
+    def _show_message(self, text: str) -> None:
+        """Put a line into the next status; where nobody looks at that, into the log."""
+        if self._on_status is None:
             logger.warning("%s", text)
+        else:
             self._messages.append(text)
 
     def _show_status(self, now_s: float) -> None:
         if self._on_status is None:
-            self._messages.clear()
             return
         messages, self._messages = self._messages, []
         complete = [trial for trial in self._ended if trial.outcome is Outcome.COMPLETE]
