@@ -7,7 +7,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from ronde.text import LOST_CODE, shorten
 
 MAX_LINE_BYTES = 64 * 1024
 """A longer line is no metric."""
+MAX_REASON_CHARS = 500
 PRUNED = "the trial is pruned"
 
 
@@ -164,6 +165,7 @@ class ScriptGroup:
             self._thread.join()  # it has posted its last event
         incarnation, reader = self._incarnation, self._make_reader()
         values: list[float] = []
+        errors: dict[int, bytes] = {}
 
         def report(found: list[tuple[int, float]]) -> None:
             for step, value in found:
@@ -175,6 +177,8 @@ class ScriptGroup:
         def on_data(rank: int, stream: StdStream, data: bytes) -> None:
             if rank == 0 and stream == "out":
                 report(reader.feed(data))
+            elif stream == "err":
+                errors[rank] = (errors.get(rank, b"") + data)[-MAX_REASON_CHARS:]
 
         num_ranks = self._job.num_ranks
         output = TrialOutput(self._folder, f"group-{self._index}.txt", num_ranks=num_ranks, on_data=on_data)
@@ -189,7 +193,7 @@ class ScriptGroup:
                 report(reader.finish())
                 if result.summary:
                     output.print_message(result.summary)
-                event = self._judge_end(start, incarnation, result, values, output.tail)
+                event = self._judge_end(start, incarnation, result, values, errors)
             except Exception as error:  # the edge of the thread: the tuner has to know
                 event = GroupLost(self._index, incarnation, f"{type(error).__name__}: {error}")
             output.close()
@@ -204,9 +208,9 @@ class ScriptGroup:
         incarnation: int,
         result: JobResult,
         values: list[float],
-        tail: Callable[[int, int], str],
+        errors: Mapping[int, bytes],
     ) -> GroupEvent:
-        """A script that ends by itself, also with an error, has ended its trial; one that was killed is lost."""
+        """`errors` has the end of what each rank has written to standard error. A script that ends by itself, also with an error, has ended its trial; one that was killed is lost."""
 
         def ended(outcome: Outcome, value: float = 0.0, reason: str = "") -> WorkerEvent:
             message = TrialEnded(start.number, start.attempt, outcome, value, reason)
@@ -220,10 +224,9 @@ class ScriptGroup:
             was_killed = code < 0 or code == LOST_CODE
             if was_killed or result.stop_request is not None:
                 return GroupLost(self._index, incarnation, describe_loss(result))
-            last = tail(first or 0, code).strip().rpartition("\n")[2]
-            return ended(
-                Outcome.FAILED, reason=shorten(f"{describe_loss(result)} ({last})" if last else describe_loss(result))
-            )
+            last = errors.get(first or 0, b"").decode(errors="replace").strip().rpartition("\n")[2]
+            reason = describe_loss(result)
+            return ended(Outcome.FAILED, reason=shorten(f"{reason} ({last})" if last else reason, MAX_REASON_CHARS))
         if not values:
             return ended(Outcome.FAILED, reason="it has printed no metric; check `metric` against its output")
         if math.isnan(values[-1]):

@@ -107,10 +107,7 @@ class SearchStudy:
         trials = self._study.get_trials(deepcopy=False)
         self._taken = {point_key(trial.params) for trial in trials}
         self._random = random.Random(f"{options.seed}/{len(trials)}")
-        seed = self._random.randrange(2**31)
-        self._sampler = (
-            optuna.samplers.TPESampler(seed=seed) if options.sampler == "tpe" else optuna.samplers.RandomSampler(seed)
-        )
+        self._proposals = Proposals(space, options, trials, seed=self._random.randrange(2**31))
         self._stale_rungs: dict[int, set[str]] = {}
         """By trial, system attributes that a lost attempt has left."""
 
@@ -131,7 +128,9 @@ class SearchStudy:
         self._taken.add(point_key(params))
         template = create_trial(state=TrialState.RUNNING, params=params, distributions=self.space)
         trial_id = self._storage.create_new_trial(self._study_id, template_trial=template)
-        return PlannedTrial(self._storage.get_trial_number_from_id(trial_id), params)
+        number = self._storage.get_trial_number_from_id(trial_id)
+        self._proposals.add(number, template)
+        return PlannedTrial(number, params)
 
     def begin_attempt(self, number: int) -> None:
         """Forget what a former attempt of this trial has told the pruner."""
@@ -158,13 +157,10 @@ class SearchStudy:
         """Record how a trial has ended, in one write."""
         trial_id = self._trial_id(result.number)
         facts = {"reason": result.reason, "attempts": result.attempts, "seconds": round(result.seconds, 3)}
-        state = next(state for state, outcome in _STATES.items() if outcome is result.outcome)
         with self._journal.batch():
-            for step, value in result.reported.items():
-                self._storage.set_trial_intermediate_value(trial_id, step, value)
             self._storage.set_trial_user_attr(trial_id, FACTS, facts)
-            values = None if result.value is None or state is TrialState.FAIL else (result.value,)
-            self._storage.set_trial_state_values(trial_id, state, values)
+            _record_end(self._storage, trial_id, result)
+        self._proposals.tell(result)
 
     def results(self) -> list[TrialResult]:
         """Return all trials that have ended, by number."""
@@ -193,27 +189,14 @@ class SearchStudy:
         if self.options.sampler == "grid":
             return next((point for point in iterate_points(self.space) if point_key(point) not in self._taken), None)
         if count is None or len(self._taken) < count:
-            number = len(self._study.get_trials(deepcopy=False))
             for _ in range(MAX_SAMPLES):
-                point = self._sample(number)
+                point = self._proposals.sample()
                 if point_key(point) not in self._taken:
                     return point
         if count is not None and count <= MAX_LISTED_POINTS:
             left = [point for point in iterate_points(self.space) if point_key(point) not in self._taken]
             return self._random.choice(left) if left else None
         return None
-
-    def _sample(self, number: int) -> Parameters:
-        """Return a point as the sampler chooses it for a trial of this number, which does not exist yet."""
-        trial = create_trial(state=TrialState.RUNNING)
-        trial.number = number
-        with _quiet_optuna():
-            common = self._sampler.infer_relative_search_space(self._study, trial)
-            point = self._sampler.sample_relative(self._study, trial, common)
-            for name, distribution in self.space.items():
-                if name not in point:
-                    point[name] = self._sampler.sample_independent(self._study, trial, name, distribution)
-        return {name: point[name] for name in self.space}
 
     def _check_facts(self, folder: Path) -> None:
         """Compare what the study was made for with what it is opened for; write it down, if it is new."""
@@ -229,6 +212,47 @@ class SearchStudy:
                     f"{folder} has a search with another {'objective' if name == 'what' else name}: "
                     f"{json.dumps(known.get(name))}; choose another folder, or replace it (--overwrite)"
                 )
+
+
+class Proposals:
+    """Asks Optuna's sampler for points, in a copy of the study in memory: a point that was tried before leaves no trace
+    in the journal."""
+
+    def __init__(self, space: Space, options: StudyOptions, trials: Sequence[FrozenTrial], *, seed: int) -> None:
+        self._space = space
+        is_tpe = options.sampler == "tpe"
+        sampler = optuna.samplers.TPESampler(seed=seed) if is_tpe else optuna.samplers.RandomSampler(seed)
+        self._storage = optuna.storages.InMemoryStorage()
+        with _quiet_optuna():
+            self._study = optuna.create_study(
+                storage=self._storage, study_name=STUDY_NAME, sampler=sampler, direction=options.direction
+            )
+        self._study_id = self._storage.get_study_id_from_name(STUDY_NAME)
+        self._ids: dict[int, int] = {}
+        """By the number of a trial, its id here."""
+        for trial in trials:
+            self.add(trial.number, trial)
+
+    def sample(self) -> Parameters:
+        with _quiet_optuna():
+            trial = self._study.ask(self._space)
+            point = {name: trial.params[name] for name in self._space}
+            self._study.tell(trial, state=TrialState.FAIL)  # which samplers leave out
+        return point
+
+    def add(self, number: int, trial: FrozenTrial) -> None:
+        self._ids[number] = self._storage.create_new_trial(self._study_id, template_trial=trial)
+
+    def tell(self, result: TrialResult) -> None:
+        _record_end(self._storage, self._ids[result.number], result)
+
+
+def _record_end(storage: optuna.storages.BaseStorage, trial_id: int, result: TrialResult) -> None:
+    state = next(state for state, outcome in _STATES.items() if outcome is result.outcome)
+    for step, value in result.reported.items():
+        storage.set_trial_intermediate_value(trial_id, step, value)
+    values = None if result.value is None or state is TrialState.FAIL else (result.value,)
+    storage.set_trial_state_values(trial_id, state, values)
 
 
 def _make_result(trial: FrozenTrial) -> TrialResult:

@@ -10,8 +10,8 @@ import hashlib
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ronde.errors import JobFailed
@@ -80,7 +80,8 @@ class Tuner:
         with ExitStack() as opened:
             for group in self._groups:
                 opened.callback(group.close)
-            opened.callback(lambda: [group.stop() for group in self._groups])
+            opened.callback(self._stop_groups)
+            opened.enter_context(_log_to_stderr())
             if not scheduler.is_done:
                 self._carry_out(scheduler.begin())
             due_s = 0.0
@@ -98,6 +99,10 @@ class Tuner:
         if scheduler.failure:
             raise JobFailed(f"{scheduler.failure}; what the trials printed is in {self._folder / 'output'}")
         return self._make_result()
+
+    def _stop_groups(self) -> None:
+        for group in self._groups:
+            group.stop()
 
     def _make_start(self, planned: PlannedTrial, attempt: int) -> StartTrial:
         self._study.begin_attempt(planned.number)
@@ -177,3 +182,20 @@ class Tuner:
             note=note,
             folder=str(self._folder),
         )
+
+
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Within this context the warnings that ronde logs go to standard error, unless the program has log handlers of its
+    own. Otherwise each driver of a group would take those of all of them."""
+    parent = logging.getLogger("ronde")
+    if parent.hasHandlers():
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    parent.addHandler(handler)
+    try:
+        yield
+    finally:
+        parent.removeHandler(handler)

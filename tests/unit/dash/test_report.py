@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ronde.dash import page
+from ronde.dash import page, report
 from ronde.dash.report import render_report_page, write_report
 from ronde.dash.run_log import (
     LoggedValues,
