@@ -47,11 +47,13 @@ def run_driver(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_killed_ranks_and_killed_drivers_leave_exactly_the_trials_that_were_asked_for(tmp_path: Path) -> None:
     """Drivers are killed inside a write, early and late; each time the next one goes on, and ranks are killed, too."""
+    printed = ""
     for num_writes in (7, 25, 30):
         done = run_driver(str(tmp_path), str(num_writes))
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert (tmp_path / "journal.log.lock").is_symlink()
         assert not (tmp_path / "journal.log").read_bytes().endswith(b"\n")
+        printed += done.stderr
     done = run_driver(str(tmp_path))
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "trials.json").read_text())
@@ -61,12 +63,13 @@ def test_killed_ranks_and_killed_drivers_leave_exactly_the_trials_that_were_aske
     assert result["counts"]["failed"] == 0
     assert result["counts"]["pruned"] > 0
     assert result["best"]["value"] == min(trial["value"] for trial in trials if trial["outcome"] == "complete")
-    # The last driver has run some of the trials whose ranks are killed, and says so.
+    # Ranks of these trials are killed, unless the driver was killed first; whoever has noticed says so.
+    printed += done.stderr
     again = [trial["number"] for trial in trials if trial["attempts"] == 2]
     assert again and {*again} <= {5, 18, 31}
     for number in again:
-        assert f"trial {number} is run again (attempt 2): rank {number % 2} on host" in done.stderr
-        assert "SIGKILL" in done.stderr
+        assert f"trial {number} is run again (attempt 2): rank {number % 2} on host" in printed
+        assert "killed by signal 9 (SIGKILL)" in printed
     # Every rank of a pruned trial has ended at the same step: the last one that was reported.
     for trial in trials:
         printed = (

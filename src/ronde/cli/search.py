@@ -238,8 +238,8 @@ def render_search_table(status: SearchStatus, direction: str) -> Table:
     complete = [trial for trial in status.ended if trial.outcome.value == "complete"]
     for trial in sorted(complete, key=lambda trial: sign * (trial.value or 0.0))[:MAX_ROWS]:
         style = "bold" if trial == status.best else ""
-        state, value = Text("best" if style else "complete"), format_compact_number(trial.value)
-        cells = (str(trial.number), state, "", value, format_duration(trial.seconds))
+        ended, value = Text("best" if style else "complete"), format_compact_number(trial.value)
+        cells = (str(trial.number), ended, "", value, format_duration(trial.seconds))
         table.add_row(*cells, Text(format_params(trial.params)), style=style)
     return table
 

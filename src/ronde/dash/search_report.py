@@ -134,7 +134,7 @@ def _parallel_coordinates(result: SearchResult, names: Sequence[str]) -> str:
 
 
 def _make_axis(name: str, values: dict[int, ParameterValue]) -> _Axis:
-    numbers = {number: float(value) for number, value in values.items() if _is_number(value)}
+    numbers = {number: float(value) for number, value in values.items() if value is not None and _is_number(value)}
     if len(numbers) < len(values):  # choices
         choices = sorted({_choice_text(value) for value in values.values()})
         places = {choice: index / max(1, len(choices) - 1) for index, choice in enumerate(choices)}

@@ -210,7 +210,8 @@ class ScriptGroup:
         values: list[float],
         errors: Mapping[int, bytes],
     ) -> GroupEvent:
-        """`errors` has the end of what each rank has written to standard error. A script that ends by itself, also with an error, has ended its trial; one that was killed is lost."""
+        """`errors` has the end of what each rank has written to standard error. A script that ends by itself, also with
+        an error, has ended its trial; one that was killed is lost."""
 
         def ended(outcome: Outcome, value: float = 0.0, reason: str = "") -> WorkerEvent:
             message = TrialEnded(start.number, start.attempt, outcome, value, reason)

@@ -92,13 +92,9 @@ class SearchStudy:
         try:
             with _quiet_optuna():
                 self._storage = JournalStorage(self._journal)
-                self._study = optuna.create_study(
-                    storage=self._storage,
-                    study_name=STUDY_NAME,
-                    direction=options.direction,
-                    load_if_exists=True,
-                    pruner=pruner,
-                )
+                if not self._storage.get_all_studies():
+                    optuna.create_study(storage=self._storage, study_name=STUDY_NAME, direction=options.direction)
+                self._study = optuna.load_study(storage=self._storage, study_name=STUDY_NAME, pruner=pruner)
             self._study_id = self._storage.get_study_id_from_name(STUDY_NAME)
             self._check_facts(folder)
         except BaseException:
