@@ -264,7 +264,7 @@ def _parse_module(module: str) -> ast.Module:
 
 def _own_bases(kind: type) -> list[type]:
     """A class, and the class of ronde.training that has its members if it only adds a framework's base to it."""
-    return [kind, *(base for base in kind.__mro__[1:] if base.__module__ == "ronde.training.sample_shard")]
+    return [kind, *(base for base in kind.__mro__[1:] if base.__module__ == "ronde.training.sample_sharding")]
 
 
 def _members(kind: type, *, typed: bool = False) -> Iterator[str]:

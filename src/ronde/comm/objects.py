@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import io
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -19,11 +19,13 @@ import numpy as np
 from ronde.comm.buffers import Array, split_by_counts
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
-from ronde.errors import ProtocolError
+from ronde.errors import ProtocolError, RondeError
 
 __all__ = ["allgather", "alltoall", "broadcast", "gather", "receive", "send"]
 
 TAG_BYTES = 16
+
+Result = TypeVar("Result")
 
 
 def broadcast(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # any object
@@ -98,6 +100,24 @@ def receive(source: int, *, group: Group | None = None) -> Any:
     data = members.receive(_make_buffer(size, source), source)
     exchange.count()
     return exchange.unpack([(source, data)], exchange.own_rank)[0]
+
+
+def call_on_first(function: Callable[[], Result], *, group: Group | None = None) -> Result:
+    """Call a function on the first member alone; all members get what it returns, or raise the error that it raises.
+    Other errors than RondeError, OSError, ValueError and ImportError end the first member, as everywhere."""
+    members = resolve_group(group)
+    answer: Result | None = None
+    problem: Exception | None = None
+    if members.rank == 0:
+        try:
+            answer = function()
+        except (RondeError, OSError, ValueError, ImportError) as error:
+            problem = error
+    if members.size > 1:
+        answer, problem = broadcast((answer, problem), members.ranks[0], group=members)
+    if problem is not None:
+        raise problem
+    return answer  # type: ignore[return-value]  # it is that of the first member
 
 
 class _Exchange:

@@ -316,12 +316,12 @@ class Preparation:
         self._rank = group.rank
 
     def run(self) -> PrepareResult:
-        source = self._agree(lambda: open_input(self._options))
+        source = objects.call_on_first(lambda: open_input(self._options), group=self._group)
         facts = self._describe(source)
-        complete = self._agree(lambda: self._find_complete(facts))
+        complete = objects.call_on_first(lambda: self._find_complete(facts), group=self._group)
         if complete is not None:
             return PrepareResult(complete, 0, True)
-        self._agree(lambda: self._begin(facts))
+        objects.call_on_first(lambda: self._begin(facts), group=self._group)
         if not self._work.is_dir():
             raise DataError(f"rank {self._rank} does not see {self._work}; the output must be storage that all share")
         self._do("transform", len(source.parts), lambda part: self._transform_part(source, part), self._part_list_path)
@@ -333,22 +333,10 @@ class Preparation:
             lambda number: self._assemble(planned[number], number, samples, parts),
             self._entry_path,
         )
-        index: DataIndex = self._agree(lambda: self._finish(facts, splits, planned, samples.classes, source))
+        index: DataIndex = objects.call_on_first(
+            lambda: self._finish(facts, splits, planned, samples.classes, source), group=self._group
+        )
         return PrepareResult(index, self._num_carried_out, False)
-
-    def _agree(self, decide: Callable[[], Any]) -> Any:
-        """What the first rank returns, or raises, on all ranks. Collective."""
-        answer: Any = None
-        problem: Exception | None = None
-        if self._rank == 0:
-            try:
-                answer = decide()
-            except (DataError, OSError, ValueError, ModuleNotFoundError) as error:
-                problem = error
-        answer, problem = objects.broadcast((answer, problem), self._group.ranks[0], group=self._group)
-        if problem is not None:
-            raise problem
-        return answer
 
     def _describe(self, source: PrepareInput) -> dict[str, Any]:
         """What the result depends on."""

@@ -29,7 +29,6 @@ from ronde.data.files import LocalFolder
 from ronde.data.order import NUM_STREAMS, EpochOrder, assign_streams, choose_part, local_range
 from ronde.data.samples import Sample
 from ronde.data.shards import BlockReader, OpenBlock
-from ronde.errors import DataError
 from ronde.training.data_position import DataPosition
 from ronde.training.global_batches import EQUAL_SHARE
 from ronde.training.sample_sharding import SamplePosition, count_steps, share_out
@@ -300,7 +299,8 @@ class Stream(DataPosition):
                 path, split=split, format=format, decode=decode, trust=trust, cache=cache, cache_bytes=cache_bytes
             )
 
-        reader = _open_own(open_reader, members) if local else _open_once(open_reader, members)
+        # Files that all ranks see are scanned once.
+        reader = _open_own(open_reader, members) if local else objects.call_on_first(open_reader, group=members)
         is_single = global_batch is None and per_rank_batch is None
         self._loader = BatchLoader(
             reader,
@@ -432,22 +432,4 @@ def _open_own(open_reader: Callable[[], BlockReader], members: Group) -> BlockRe
     assert members.rank is not None
     mates = [rank for rank, each in enumerate(told) if each == identity]
     reader.table = reader.table.select(slice(mates.index(members.rank), None, len(mates)))
-    return reader
-
-
-def _open_once(open_reader: Callable[[], BlockReader], members: Group) -> BlockReader:
-    """What the first member has opened, on all members: so files are scanned once. Collective."""
-    if members.size == 1:
-        return open_reader()
-    reader: BlockReader | None = None
-    problem: Exception | None = None
-    if members.rank == 0:
-        try:
-            reader = open_reader()
-        except (DataError, OSError, ValueError, ModuleNotFoundError) as error:
-            problem = error
-    reader, problem = objects.broadcast((reader, problem), members.ranks[0], group=members)
-    if problem is not None:
-        raise problem
-    assert reader is not None
     return reader

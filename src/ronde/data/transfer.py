@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -80,7 +80,7 @@ def upload(
         raise ValueError(f"{source} is not of this machine: download it first")
     index = read_index(here)
     mark = UploadMark(hashlib.sha256(msgspec.json.encode(index)).hexdigest())
-    kept: dict[str, int] = _from_first(members, lambda: _begin_upload(there, index, mark, pause))
+    kept: dict[str, int] = objects.call_on_first(lambda: _begin_upload(there, index, mark, pause), group=members)
     mine = _share(_all_shards(index), members)
     wanted = [shard for shard in mine if kept.get(shard.name) != shard.num_bytes]
 
@@ -101,7 +101,7 @@ def upload(
         _retry(lambda: write_index(there, index), pause)
         _retry(lambda: there.remove(MARK_NAME), pause)
 
-    _from_first(members, finish)
+    objects.call_on_first(finish, group=members)
     return done._replace(num_skipped=len(mine) - len(wanted))
 
 
@@ -152,7 +152,7 @@ def download(
     there, here = open_folder(source), open_folder(target)
     if not isinstance(here, LocalFolder):
         raise ValueError(f"{target} is not of this machine: download() copies to a local folder")
-    index: DataIndex = _from_first(members, lambda: read_index(there))
+    index: DataIndex = objects.call_on_first(lambda: read_index(there), group=members)
     unknown = [split for split in splits if split not in index.splits]
     if unknown:
         raise DataError(f"{source} has no split {unknown[0]!r}; it has {', '.join(index.splits)}")
@@ -240,7 +240,7 @@ def verify(
     """Read all shards of prepared data and return those that are missing or damaged, on all ranks. Collective."""
     members = resolve_group(group)
     folder = open_folder(path)
-    index: DataIndex = _from_first(members, lambda: read_index(folder))
+    index: DataIndex = objects.call_on_first(lambda: read_index(folder), group=members)
     damaged: list[DamagedFile] = []
 
     def check(shard: ShardInfo) -> None:
@@ -269,21 +269,6 @@ def _all_shards(index: DataIndex) -> list[ShardInfo]:
 def _share(shards: Sequence[ShardInfo], members: Group) -> list[ShardInfo]:
     assert members.rank is not None
     return list(shards[members.rank :: members.size])
-
-
-def _from_first(members: Group, decide: Callable[[], Any]) -> Any:
-    """What the first member returns, or raises, on all members. Collective."""
-    answer: Any = None
-    problem: Exception | None = None
-    if members.rank == 0:
-        try:
-            answer = decide()
-        except (DataError, OSError, ValueError) as error:
-            problem = error
-    answer, problem = objects.broadcast((answer, problem), members.ranks[0], group=members)
-    if problem is not None:
-        raise problem
-    return answer
 
 
 def _find_hosts(members: Group, here: LocalFolder) -> tuple[int, int, int, int]:

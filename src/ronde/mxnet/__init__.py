@@ -19,7 +19,7 @@ from ronde.mxnet.sharding import ShardedBatches
 from ronde.mxnet.trainer import DistributedOptimizer, DistributedTrainer
 from ronde.training.gradient_settings import GradientSettings
 from ronde.training.graph_errors import find_error
-from ronde.training.sample_shard import SampleShard as ShardedSampler
+from ronde.training.sample_sharding import SampleShard as ShardedSampler
 
 __all__ = [
     "DistributedOptimizer",

@@ -10,7 +10,7 @@
 
 The loss of gluon is a vector, whose gradient is the sum over samples. So with op="sum" and the number of samples of all
 ranks, a step uses the mean over all samples, also if one rank has one more of them than another. ShardedSampler, for a
-gluon DataLoader, is the one of training/sample_shard.py.
+gluon DataLoader, is the one of training/sample_sharding.py.
 """
 
 from __future__ import annotations

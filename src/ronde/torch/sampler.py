@@ -6,14 +6,14 @@
         for batch in sampler.track(loader):
             ...                      # a checkpoint made here, after optimizer.step(), counts this batch as used
 
-What it does is in training/sample_shard.py, for all frameworks.
+What it does is in training/sample_sharding.py, for all frameworks.
 """
 
 from __future__ import annotations
 
 import torch.utils.data
 
-from ronde.training.sample_shard import SampleShard
+from ronde.training.sample_sharding import SampleShard
 
 
 class ShardedSampler(SampleShard, torch.utils.data.Sampler[int]):

@@ -9,7 +9,6 @@ Every rank has one device, and XLA one thread.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -23,7 +22,6 @@ LEARNING_RATE = 1e-5
 MOMENTUM = 0.9
 START_S = 60.0
 """How long the ranks wait for each other at the start."""
-MEMORY_SAMPLE_S = 0.005
 
 Forward = Callable[[Any, Any], Any]
 
@@ -239,23 +237,6 @@ class JaxTraining:
 
         arrays = (np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(self._state[1]))
         return functools.reduce(lambda checksum, array: zlib.crc32(array.tobytes(), checksum), arrays, 0)
-
-    def peak_memory_kb(self, sample: Callable[[], int]) -> int:
-        """The most memory that this process has during a step, as `sample` tells it from time to time."""
-        samples_kb, has_ended = [sample()], threading.Event()
-
-        def watch() -> None:
-            while not has_ended.wait(MEMORY_SAMPLE_S):
-                samples_kb.append(sample())
-
-        watcher = threading.Thread(target=watch, name="memory")
-        watcher.start()
-        try:
-            self.step()
-        finally:
-            has_ended.set()
-            watcher.join()
-        return max(samples_kb)
 
     def close(self) -> None:
         """Nothing is left open."""

@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -42,6 +43,8 @@ LEARNING_RATE = 1e-5
 """So small that the network hardly changes: every step costs the same, and no number overflows."""
 MOMENTUM = 0.9
 MAX_MEMORY_SAMPLES = 100
+MEMORY_SAMPLE_S = 0.005
+"""How often a thread looks at the memory during a step."""
 FRAMEWORK_TRAININGS = {
     "tensorflow": ("tensorflow_training", "TensorFlowTraining"),
     "keras": ("tensorflow_training", "TensorFlowTraining"),
@@ -281,6 +284,24 @@ def sample_memory_kb() -> int:
     return sum_kilobytes("/proc/self/smaps_rollup", "Pss_Anon", "Pss_Shmem")
 
 
+def watch_memory_kb(step: Callable[[], object]) -> int:
+    """The most memory that this process has during a step, as a thread sees it from time to time."""
+    samples_kb, has_ended = [sample_memory_kb()], threading.Event()
+
+    def watch() -> None:
+        while not has_ended.wait(MEMORY_SAMPLE_S):
+            samples_kb.append(sample_memory_kb())
+
+    watcher = threading.Thread(target=watch, name="memory")
+    watcher.start()
+    try:
+        step()
+    finally:
+        has_ended.set()
+        watcher.join()
+    return max(samples_kb)
+
+
 def sum_kilobytes(path: str, *fields: str) -> int:
     """The sum of some fields of a file with lines `Name: number kB`; 0 where the kernel has no such file or field."""
     if not Path(path).exists():
@@ -347,7 +368,10 @@ class CommandLoop:
                 return {"took_ns": time_steps(self._steps[work], **arguments)}
             case "measure_memory":
                 assert self._training is not None, "it is prepared first"
-                peak_kb = self._training.peak_memory_kb(sample_memory_kb)
+                if isinstance(self._training, TrainingLoop):
+                    peak_kb = self._training.peak_memory_kb(sample_memory_kb)
+                else:
+                    peak_kb = watch_memory_kb(self._training.step)
                 return {"memory_kb": peak_kb, "rss_kb": sum_kilobytes("/proc/self/status", "VmHWM")}
             case "release":
                 self.release()

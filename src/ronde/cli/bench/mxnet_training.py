@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -22,7 +21,6 @@ LEARNING_RATE = 1e-5
 MOMENTUM = 0.9
 START_S = 60.0
 """How long the ranks wait for each other at the start."""
-MEMORY_SAMPLE_S = 0.005
 VECTOR_SIZE = 1 << 20
 
 
@@ -204,23 +202,6 @@ class GluonTraining:
         """Differs when any bit of the parameters does."""
         arrays = (each.data().asnumpy() for each in self._network.collect_params().values())
         return functools.reduce(lambda checksum, array: zlib.crc32(array.tobytes(), checksum), arrays, 0)
-
-    def peak_memory_kb(self, sample: Callable[[], int]) -> int:
-        """The most memory that this process has during a step, as `sample` tells it from time to time."""
-        samples_kb, has_ended = [sample()], threading.Event()
-
-        def watch() -> None:
-            while not has_ended.wait(MEMORY_SAMPLE_S):
-                samples_kb.append(sample())
-
-        watcher = threading.Thread(target=watch, name="memory")
-        watcher.start()
-        try:
-            self.step()
-        finally:
-            has_ended.set()
-            watcher.join()
-        return max(samples_kb)
 
     def close(self) -> None:
         """Nothing is left open."""

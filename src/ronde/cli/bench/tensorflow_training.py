@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ LEARNING_RATE = 1e-5
 MOMENTUM = 0.9
 START_S = 60.0
 """How long the ranks wait for each other at the start."""
-MEMORY_SAMPLE_S = 0.005
 
 
 # --- networks --------------------------------------------------------------------------------------------------------
@@ -305,23 +303,6 @@ class TensorFlowTraining:
         """Differs when any bit of the gradients does: after one step, the momentum has all of their bits."""
         arrays = (variable.numpy() for variable in self.optimizer.variables)
         return functools.reduce(lambda checksum, array: zlib.crc32(array.tobytes(), checksum), arrays, 0)
-
-    def peak_memory_kb(self, sample: Callable[[], int]) -> int:
-        """The most memory that this process has during a step, as `sample` tells it from time to time."""
-        samples_kb, has_ended = [sample()], threading.Event()
-
-        def watch() -> None:
-            while not has_ended.wait(MEMORY_SAMPLE_S):
-                samples_kb.append(sample())
-
-        watcher = threading.Thread(target=watch, name="memory")
-        watcher.start()
-        try:
-            self.step()
-        finally:
-            has_ended.set()
-            watcher.join()
-        return max(samples_kb)
 
     def close(self) -> None:
         """Nothing is left open."""
