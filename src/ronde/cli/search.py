@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +68,7 @@ def search(arguments: Sequence[str]) -> int:
     try:
         options = read_options(path, flags)
         job = make_base_job(path, launch_flags)
-        return run_search(options, job, overwrite=overwrite, as_json=as_json)
+        return run_search(options, job, job_file=path, overwrite=overwrite, as_json=as_json)
     except (ValueError, TypeError, ModuleNotFoundError) as error:
         return print_error(parser.prog, _explain(error))
     except (RondeError, OSError) as error:
@@ -110,7 +109,9 @@ def make_base_job(path: str, flags: dict[str, Any]) -> Job:
     )
 
 
-def run_search(options: SearchOptions, job: Job, *, overwrite: bool = False, as_json: bool = False) -> int:
+def run_search(
+    options: SearchOptions, job: Job, *, job_file: str, overwrite: bool = False, as_json: bool = False
+) -> int:
     """Run a search and show it: the exit code. 0 if a trial is complete."""
     from ronde.dash.search_report import write_search_report
     from ronde.search.run import remove_search
@@ -119,8 +120,10 @@ def run_search(options: SearchOptions, job: Job, *, overwrite: bool = False, as_
     folder = Path(options.output)
     if overwrite:
         remove_search(folder)
+    # Workers find the objective as a script beside the job file would.
+    sys.path[:0] = [str(Path(job_file).resolve().parent), str(Path.cwd())]
     with _signals_interrupt(), _show_progress(options.direction) as show:
-        result = run_trials(options, replace(job), folder, on_status=show)
+        result = run_trials(options, job, folder, on_status=show)
     report = write_search_report(result, folder / REPORT_NAME, title=f"Search {folder.name}")
     is_good = any(trial.outcome.value == "complete" for trial in result.trials)
     if as_json:

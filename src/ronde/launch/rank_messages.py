@@ -8,14 +8,10 @@ from __future__ import annotations
 import os
 import select
 
-from ronde.errors import OperationTimeout, ProtocolError, RondeError
+from ronde.errors import OperationTimeout, ProtocolError
 from ronde.launch.agent.rank import MESSAGE_FDS_VARIABLE, MESSAGE_LENGTH
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-
-
-class DriverGone(RondeError):
-    """The program that runs the job has closed its end: this rank is not needed any more."""
 
 
 class MessagePipes:
@@ -29,16 +25,13 @@ class MessagePipes:
             os.set_inheritable(fd, False)
 
     def send(self, data: bytes) -> None:
-        """Send a message. DriverGone when nobody reads it."""
+        """Send a message. BrokenPipeError when the driver is gone."""
         rest = memoryview(MESSAGE_LENGTH.pack(len(data)) + data)
-        try:
-            while rest:
-                rest = rest[os.write(self._writing_fd, rest) :]
-        except BrokenPipeError:
-            raise DriverGone("the driver of this job is gone") from None
+        while rest:
+            rest = rest[os.write(self._writing_fd, rest) :]
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """Return the next message. OperationTimeout when none has come in time, DriverGone when none will come."""
+        """Return the next message. OperationTimeout when none has come in time, EOFError when the driver is gone."""
         if timeout_s is not None and not select.select([self._reading_fd], (), (), timeout_s)[0]:
             raise OperationTimeout(f"the driver of this job has not answered within {timeout_s:g} s")
         length = MESSAGE_LENGTH.unpack(self._read(MESSAGE_LENGTH.size))[0]
@@ -51,6 +44,6 @@ class MessagePipes:
         while len(data) < num_bytes:
             more = os.read(self._reading_fd, num_bytes - len(data))
             if not more:
-                raise DriverGone("the driver of this job is gone")
+                raise EOFError("the driver of this job is gone")
             data += more
         return data

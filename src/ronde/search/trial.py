@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-from ronde.errors import RondeError
+from ronde.errors import RoundEnded
 from ronde.search.protocol import (
     AbandonTrial,
     ParameterValue,
@@ -19,10 +19,6 @@ from ronde.search.protocol import (
 
 class TrialPruned(Exception):
     """Raised by an objective to end a trial that is not worth going on with."""
-
-
-class TrialAbandoned(RondeError):
-    """Another rank has ended the trial while this one waited for an answer to its report."""
 
 
 class TrialPipes(Protocol):
@@ -82,7 +78,7 @@ class Trial:
             if (message.number, message.attempt) != (self.number, self.attempt):
                 continue  # of a former trial
             if isinstance(message, AbandonTrial):
-                raise TrialAbandoned(message.reason)
+                raise RoundEnded(message.reason)  # no answer will come
             if message.step == step:
                 return message.prune
             raise ValueError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ronde.errors import RoundEnded
-from ronde.launch.rank_messages import DriverGone, MessagePipes
+from ronde.launch.rank_messages import MessagePipes
 from ronde.search.protocol import (
     Outcome,
     StartTrial,
@@ -25,7 +25,7 @@ from ronde.search.protocol import (
     decode_for_worker,
     encode_message,
 )
-from ronde.search.trial import Trial, TrialAbandoned, TrialPruned, as_result
+from ronde.search.trial import Trial, TrialPruned, as_result
 from ronde.settings import Settings
 from ronde.text import shorten
 
@@ -52,7 +52,7 @@ def run_worker(
     while True:
         try:
             message = decode_for_worker(pipes.receive())
-        except DriverGone:
+        except EOFError:
             return
         if isinstance(message, StopWorker):
             return
@@ -79,27 +79,27 @@ def _run_trial(trial: Trial, call: Callable[..., Any], data: tuple[Any, ...], st
         return TrialEnded(trial.number, trial.attempt, Outcome.COMPLETE, value)
     if isinstance(error, TrialPruned):
         return TrialEnded(trial.number, trial.attempt, Outcome.PRUNED)
-    is_consequence = isinstance(error, RoundEnded | TrialAbandoned)
+    is_consequence = isinstance(error, RoundEnded)
     return TrialEnded(
         trial.number, trial.attempt, Outcome.FAILED, reason=describe_error(error), is_consequence=is_consequence
     )
 
 
 def load_function(named: Callable[..., Any] | str) -> Callable[..., Any]:
-    """Return the function that `module:function` names. The working directory is looked into, too."""
+    """Return the function that `module:function` names."""
     if not isinstance(named, str):
         return named
     module, colon, name = named.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"{named!r} names no function; write module:function, as in train:objective")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name not in (module, module.partition(".")[0]):
             raise
-        raise ValueError(f"{named!r}: there is no module {error.name!r} here ({Path.cwd()})") from None
+        raise ValueError(
+            f"{named!r}: there is no module {error.name!r} beside the job file or in {Path.cwd()}"
+        ) from None
     function = getattr(found, name, None)
     if not callable(function):
         raise ValueError(f"{named!r}: the module {module} has no function {name}")

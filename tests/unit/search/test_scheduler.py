@@ -57,7 +57,7 @@ class Made:
         return self.scheduler.handle_ended(group, incarnation, rank, ended, at)
 
 
-def starts(actions: Sequence[Action]) -> list[tuple[int, int, int]]:
+def starts(actions: Sequence[Any]) -> list[tuple[int, int, int]]:
     """(group, trial, attempt) of the trials that are started."""
     return [
         (action.group, action.message.number, action.message.attempt)

@@ -8,11 +8,12 @@ import pytest
 
 from ronde.launch.placement import Host
 from ronde.search.script_group import MetricReader, make_command
+from ronde.search.space import Parameters
 from ronde.search.worker_group import place_groups
 
 
 def test_parameters_stand_where_the_command_names_them_or_are_flags_at_its_end() -> None:
-    params = {"lr": 1e-05, "layers": 3, "fast": True, "name": "a b"}
+    params: Parameters = {"lr": 1e-05, "layers": 3, "fast": True, "name": "a b"}
     assert make_command(["python", "t.py", "--depth={layers}", "{lr}-{lr}", "{other}"], params) == (
         *("python", "t.py", "--depth=3", "1e-05-1e-05", "{other}"),
         *("--fast", "true", "--name", "a b"),

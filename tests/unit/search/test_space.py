@@ -65,12 +65,13 @@ def test_points_are_counted_and_listed_where_that_can_be_done() -> None:
 def test_a_written_point_is_in_the_space() -> None:
     space = parse_space({"lr": {"low": 0, "high": 1, "type": "float"}, "n": {"low": 1, "high": 3}, "f": ["a", 1]})
     assert parse_point(space, {"lr": "1e-2", "n": 2.0, "f": "a"}) == {"lr": 0.01, "n": 2, "f": "a"}
-    for wrong, problem in [
+    wrong_points: list[tuple[dict[str, Any], str]] = [
         ({"lr": 0.1, "n": 2}, "must have the parameters lr, n, f"),
         ({"lr": 2.0, "n": 2, "f": "a"}, "lr=2.0 is not in the space: 0 to 1"),
         ({"lr": 0.1, "n": 2.5, "f": "a"}, "n must be a whole number"),
         ({"lr": 0.1, "n": 2, "f": "b"}, "f='b' is not in the space: a | 1"),
-    ]:
+    ]
+    for wrong, problem in wrong_points:
         with pytest.raises(ValueError, match=problem.replace("|", r"\|")):
             parse_point(space, wrong)
 

@@ -69,13 +69,14 @@ def test_points_come_first_and_a_search_that_is_opened_again_goes_on(tmp_path: P
     assert third.number == 2
     assert third.params not in points
     study.close()
-    for change, problem in [
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"space": parse_space({"x": [1]})}, "another space"),
         ({"direction": "maximize"}, "another direction"),
         ({"what": "train:other"}, "another objective"),
-    ]:
+    ]
+    for change, problem in changes:
         with pytest.raises(ValueError, match=f"has a search with {problem}"):
-            open_study(tmp_path, **{"points": (), **change})
+            open_study(tmp_path, **change)
 
 
 def test_a_torn_line_and_a_stale_lock_are_removed_and_the_torn_trial_never_was(tmp_path: Path) -> None:
