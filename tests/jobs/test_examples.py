@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -102,6 +103,16 @@ def test_asynchronous_training_learns_as_synchronous_training_does_and_does_not_
     for accuracy, *_ in results.values():
         assert accuracy > 93
     assert results["async"][1] == sum(results["async"][3:])  # every push was an update
+
+
+def test_a_search_finds_a_learning_rate_with_which_digits_are_learned(tmp_path: Path) -> None:
+    words = [PROGRAMS / "ronde", "search", EXAMPLES / "search/job.yaml", "--parallel", "1", "--trials", "6"]
+    env = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    printed = output_of([*words, "--output", tmp_path, "--json"], env=env, limit_s=LONG_S)
+    result = json.loads(printed)
+    assert len(result["trials"]) == 6
+    assert result["best"]["value"] > 0.8
+    assert (tmp_path / "report.html").exists()
 
 
 def test_elastic_training_survives_a_kill() -> None:

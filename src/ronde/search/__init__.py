@@ -23,15 +23,26 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ronde.search.results import SearchResult, SearchStatus, TrialResult
+    from ronde.search.protocol import Outcome
+    from ronde.search.results import RunningTrial, SearchResult, SearchStatus, TrialResult
     from ronde.search.run import run
     from ronde.search.trial import Trial, TrialPruned
 
-__all__ = ["SearchResult", "SearchStatus", "Trial", "TrialPruned", "TrialResult", "run"]
+__all__ = [
+    "Outcome",
+    "RunningTrial",
+    "SearchResult",
+    "SearchStatus",
+    "Trial",
+    "TrialPruned",
+    "TrialResult",
+    "run",
+]
 
 _MODULES = {
-    **dict.fromkeys(("SearchResult", "SearchStatus", "TrialResult"), "results"),
+    **dict.fromkeys(("RunningTrial", "SearchResult", "SearchStatus", "TrialResult"), "results"),
     **dict.fromkeys(("Trial", "TrialPruned"), "trial"),
+    "Outcome": "protocol",
     "run": "run",
 }
 

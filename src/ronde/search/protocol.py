@@ -75,6 +75,8 @@ class ReportedValue(SearchMessage, frozen=True):
 
 
 class Outcome(enum.Enum):
+    """How a trial has ended."""
+
     COMPLETE = "complete"
     PRUNED = "pruned"
     FAILED = "failed"

@@ -41,7 +41,7 @@ MAX_FIRST_FAILURES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToGroup:
     """Send a message to all ranks of a group."""
 
     group: int
@@ -63,7 +63,7 @@ class ShowMessage:
     text: str
 
 
-Action: TypeAlias = Send | StartGroup | ShowMessage
+Action: TypeAlias = SendToGroup | StartGroup | ShowMessage
 
 
 class GroupState(enum.Enum):
@@ -178,7 +178,7 @@ class TrialScheduler:
         if not self._is_judged:
             return []
         attempt.is_pruned = attempt.is_pruned or self._judge(report.number, attempt.values)
-        return [Send(group, PruneDecision(report.number, report.attempt, report.step, attempt.is_pruned))]
+        return [SendToGroup(group, PruneDecision(report.number, report.attempt, report.step, attempt.is_pruned))]
 
     def handle_ended(self, group: int, incarnation: int, rank: int, ended: TrialEnded, now_s: float) -> list[Action]:
         """The objective has returned or raised in a rank."""
@@ -198,7 +198,7 @@ class TrialScheduler:
             attempt.deadline_s = now_s + within_s
             attempt.deadline_reason = f"{missing} did not end the trial within {within_s:g} s of rank {rank}"
         reason = f"rank {rank} has ended the trial ({ended.reason or ended.outcome.value})"
-        return [Send(group, AbandonTrial(ended.number, ended.attempt, reason))]
+        return [SendToGroup(group, AbandonTrial(ended.number, ended.attempt, reason))]
 
     def handle_lost(self, group: int, incarnation: int, reason: str, now_s: float) -> list[Action]:
         """The workers of a group are gone."""
@@ -289,7 +289,7 @@ class TrialScheduler:
             slot.attempt = _Attempt(planned, number_of, now_s)
             slot.attempt.deadline_s = now_s + self._trial_s
             slot.attempt.deadline_reason = f"it took longer than {self._trial_s:g} s (trial_s)"
-            actions.append(Send(index, self._make_start(planned, number_of)))
+            actions.append(SendToGroup(index, self._make_start(planned, number_of)))
         return actions
 
     def _next_trial(self) -> tuple[PlannedTrial, int] | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from ronde.errors import JobFailed
 from ronde.search.protocol import Outcome, ReportedValue, StartTrial, TrialEnded, WorkerFailed, WorkerReady
 from ronde.search.results import SearchResult, SearchStatus, TrialResult, find_best, format_params
-from ronde.search.scheduler import Action, Send, ShowMessage, StartGroup, TrialScheduler
+from ronde.search.scheduler import Action, SendToGroup, ShowMessage, StartGroup, TrialScheduler
 from ronde.search.study import PlannedTrial, SearchStudy
 from ronde.search.worker_group import GroupEvent, GroupLost, TrialGroup
 
@@ -130,7 +130,7 @@ class Tuner:
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Send(group, message):
+                case SendToGroup(group, message):
                     self._groups[group].send(message)
                 case StartGroup(group, incarnation):
                     self._groups[group].start(incarnation)

@@ -16,7 +16,7 @@ from ronde.search.scheduler import (
     MAX_FIRST_FAILURES,
     MAX_STARTS,
     Action,
-    Send,
+    SendToGroup,
     ShowMessage,
     StartGroup,
     TrialScheduler,
@@ -62,7 +62,7 @@ def starts(actions: Sequence[Any]) -> list[tuple[int, int, int]]:
     return [
         (action.group, action.message.number, action.message.attempt)
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, StartTrial)
+        if isinstance(action, SendToGroup) and isinstance(action.message, StartTrial)
     ]
 
 
@@ -73,7 +73,7 @@ def test_idle_groups_get_trials_until_there_are_as_many_as_were_asked_for() -> N
     assert starts(made.ready(1)) == [(1, 102, 1)]
     assert starts(made.end(101, value=0.5)) == [(0, 103, 1)]
     assert starts(made.end(102, group=1)) == []
-    assert not made.scheduler.is_done
+    assert made.scheduler.running(5.0)[0].seconds == 4.0
     made.end(103)
     assert made.scheduler.is_done
     assert [(result.number, result.value) for result in made.results] == [(101, 0.5), (102, 0.0), (103, 0.0)]
@@ -121,7 +121,7 @@ def test_a_decision_is_made_once_and_goes_to_all_ranks() -> None:
     made.prune_from = 5.0
     for step, value, prune in ((0, 1.0, False), (1, 5.0, True), (2, 1.0, True)):
         report = ReportedValue(101, 1, step, value)
-        assert made.scheduler.handle_report(0, 1, report) == [Send(0, PruneDecision(101, 1, step, prune))]
+        assert made.scheduler.handle_report(0, 1, report) == [SendToGroup(0, PruneDecision(101, 1, step, prune))]
     made.end(101, rank=1, outcome=Outcome.PRUNED)
     made.end(101, rank=0, outcome=Outcome.PRUNED)
     (result,) = made.results
@@ -132,7 +132,7 @@ def test_ranks_that_do_not_end_a_failed_trial_are_killed() -> None:
     made = Made(ranks=2)
     made.ready(ranks=(0, 1))
     (abandon,) = made.end(101, rank=1, outcome=Outcome.FAILED, reason="ValueError: no")
-    assert abandon == Send(0, AbandonTrial(101, 1, "rank 1 has ended the trial (ValueError: no)"))
+    assert abandon == SendToGroup(0, AbandonTrial(101, 1, "rank 1 has ended the trial (ValueError: no)"))
     assert made.scheduler.next_deadline_s() == 1.0 + END_GRACE_S
     assert made.scheduler.handle_time(END_GRACE_S) == []
     assert made.scheduler.handle_time(1.0 + END_GRACE_S) == [StartGroup(0, 2)]
