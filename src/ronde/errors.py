@@ -14,7 +14,8 @@ RuntimeError
     ├── JobFailed          a job that ronde.run() started has failed
     ├── OutOfSync          ranks hold different parameters
     ├── CheckpointError    a checkpoint cannot be written or read
-    └── DataError          data cannot be read, are damaged, or are not to be trusted
+    ├── DataError          data cannot be read, are damaged, or are not to be trusted
+    └── ModelError         a model cannot be exported, loaded or run
 ValueError
 └── Mismatch               members asked for different things; raised on every member
 """
@@ -32,6 +33,7 @@ __all__ = [
     "JobFinished",
     "LeftBehind",
     "Mismatch",
+    "ModelError",
     "NotInitialized",
     "OperationTimeout",
     "OutOfSync",
@@ -143,6 +145,11 @@ class CheckpointError(RondeError):
 class DataError(RondeError):
     """Data cannot be read or written, are damaged, or hold what is not to be trusted; the message names the file, and
     the offset if it is known."""
+
+
+class ModelError(RondeError):
+    """A model cannot be exported, loaded or run, or its files are damaged or not to be trusted; the message names
+    it."""
 
 
 class Mismatch(ValueError):

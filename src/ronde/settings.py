@@ -22,9 +22,11 @@ import msgspec
 PREFIX = "RONDE_"
 ASSIGNED_BY_LAUNCHER = (
     *("rank", "size", "coordinator", "coordinator_hosted", "key", "host", "address"),
-    *("elastic", "worker", "slot"),
+    *("elastic", "worker", "slot", "servers", "server_coordinator"),
 )
 """Settings that a launcher gives to each rank. They have no flag and no key in a file."""
+FIRST_SERVER = 1_000_000
+"""The number of the first server process of a job. Workers have lower ones."""
 RESERVED_VARIABLES = ("CALL_FD", "GUARD", "MESSAGE_FDS", "RESULT_FD", "TEST", "TRIAL")
 """RONDE_* variables that begin with these words are no settings: the launcher and the tests use them."""
 
@@ -138,6 +140,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             minimum=-1,
         ),
     ] = -1
+    servers: Annotated[
+        int,
+        Setting("How many server processes of parameter servers the launcher has started. 0: ranks are.", minimum=0),
+    ] = 0
+    server_coordinator: Annotated[
+        str, Setting("`address:port` of the coordinator of server processes and workers. Empty: there is none.")
+    ] = ""
     backend: Annotated[
         str,
         Setting("Data plane: `native`, or `mpi` (through mpi4py).", choices=("native", "mpi"), equal_on_all_ranks=True),

@@ -152,10 +152,11 @@ def test_a_parameter_server_is_measured_in_every_mode_and_beside_allreduce(tmp_p
     assert [(record["what"], record["mode"]) for record in records] == [
         *((what, mode) for what in ("slow", "turns") for mode in ("sync", "bounded", "dynamic", "async")),
         *(("step", way) for way in ("allreduce", "replicated", "one copy")),
+        *(("rpc", way) for way in ("ronde", "flat RPC", "RPC per parameter")),
     ]
     for record in records:
-        assert record["ranks"] == 2 and record["ratio"] > 0
-        assert record["median_us"] > 0 if record["what"] == "step" else record["steps_per_s"] > 0
+        assert record["ranks"] == (3 if record["what"] == "rpc" else 2) and record["ratio"] > 0
+        assert record["median_us"] > 0 if record["what"] in ("step", "rpc") else record["steps_per_s"] > 0
         if record["mode"] == "sync":
             assert (record["ratio"], record["staleness"]) == (1, 0)
-    assert output.count("×") == 11
+    assert output.count("×") == 14

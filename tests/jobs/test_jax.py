@@ -86,9 +86,12 @@ def test_an_elastic_job_goes_on_after_a_rank_has_died_in_a_step(case: str, tmp_p
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["6 steps, 0.4"] * 2
 
 
-def test_a_script_of_jax_distributed_needs_one_line() -> None:
+def test_a_script_of_jax_distributed_needs_one_line_also_in_a_job_of_slurm() -> None:
+    """JAX knows the variables of Slurm, too: here those of the one task that runs `ronde run`."""
+    step = {"STEP_NODELIST": "localhost", "STEP_NUM_NODES": "1", "NTASKS": "1", "PROCID": "0", "LOCALID": "0"}
+    slurm = {f"SLURM_{name}": value for name, value in {"JOB_ID": "7", **step}.items()}
     script = ROOT / "tests/jobs/scripts/jax_distributed.py"
-    printed = output_of([*RUN, PYTHON, script], env=environment(), limit_s=LONG_S)
+    printed = output_of([*RUN, PYTHON, script], env=environment(**slurm), limit_s=LONG_S)
     for rank in range(2):
         assert f"process {rank} of 2: 6.0 [[3.0, 3.0]] [[3.0, 3.0]] [2.0]" in printed
 

@@ -23,6 +23,7 @@ START: tuple[str | Path, ...] = (sys.executable, "-m", "ronde.cli.main", "run", 
 RUN = (*START, "-np", "2")
 PYTHON = (MXNET, "-W", "ignore")
 CHECKS = ROOT / "tests/jobs/mxnet_checks"
+GUIDE = ROOT / "docs/guides/mxnet.md"
 pytestmark = [
     pytest.mark.timeout(LONG_TEST_S),
     needs("MXNet", missing="" if MXNET.exists() else "no .venv-mxnet; `make build` makes it"),
@@ -111,6 +112,17 @@ def test_elastic_training_uses_every_sample_once_although_workers_are_killed(ops
         assert result["forward"] == result["steps"] == result["updates"] == 30, results
     sizes = max((result["sizes"] for result in results), key=len)
     assert sizes[0] == 3 and 2 in sizes
+
+
+def test_the_scripts_of_the_guide_run(tmp_path: Path) -> None:
+    codes = re.findall(r'^```python\n("""(train\w*\.py):.*?)^```$', GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    assert [name for _, name in codes] == ["train.py", "train_elastic.py"]
+    for code, name in codes:
+        (tmp_path / name).write_text(code)
+    starts = [(*RUN, "--min-np", "1"), RUN, ()]
+    for start, name in zip(starts, ["train_elastic.py", "train.py", "train.py"], strict=True):
+        printed = output_of([*start, *PYTHON, tmp_path / name], env=environment(), limit_s=LONG_S)
+        assert "found [1.0, -2.0, 0.5]" in printed
 
 
 # --- MXNet's own kvstore ---------------------------------------------------------------------------------------------

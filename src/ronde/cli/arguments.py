@@ -116,3 +116,16 @@ def number(minimum: float = float("-inf"), maximum: float = float("inf")) -> Cal
         return value
 
     return parse
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """The `type` of a flag NAME=VALUE; the value is a number or another value of JSON, or a text."""
+    import msgspec  # slower than the rest, and needed by few
+
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name, msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return name, value

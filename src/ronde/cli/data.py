@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,15 @@ from typing import Any
 
 import msgspec
 
-from ronde.cli.arguments import Command, CommandParser, list_commands, print_error, run_command, whole_number
+from ronde.cli.arguments import (
+    Command,
+    CommandParser,
+    list_commands,
+    parse_option,
+    print_error,
+    run_command,
+    whole_number,
+)
 from ronde.errors import RondeError
 from ronde.text import format_bytes, format_duration
 
@@ -55,7 +62,7 @@ def prepare(arguments: Sequence[str]) -> int:
     parser.add_argument("output", metavar="OUT", nargs="?", help="Folder to make.")
     parser.add_flag("--transform", metavar="MODULE:FUNCTION", help="Called with each sample, a dict; returns one.")
     help = "Keyword argument of the transform. Repeatable."
-    parser.add_argument("--transform-option", metavar="NAME=VALUE", action="append", type=_parse_option, help=help)
+    parser.add_argument("--transform-option", metavar="NAME=VALUE", action="append", type=parse_option, help=help)
     parser.add_flag("--by", metavar="|".join(RULES), help="What decides in which shard a sample is. Default: hash.")
     help = "Shares of splits, by a hash of the key. Default: the folders train, val and test of IN, or all in train."
     parser.add_flag("--split", metavar="NAME=SHARE,…", help=help)
@@ -86,17 +93,6 @@ def prepare(arguments: Sequence[str]) -> int:
         return msgspec.structs.replace(options, **given)
 
     return _run(parser, lambda: _prepare(make_options(), as_json=as_json))
-
-
-def _parse_option(text: str) -> tuple[str, Any]:
-    """NAME=VALUE; the value is a number or another value of JSON, or a text."""
-    name, equals, value = text.partition("=")
-    if not name.isidentifier() or not equals:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
-    try:
-        return name, msgspec.json.decode(value)
-    except msgspec.DecodeError:
-        return name, value
 
 
 def _prepare(options: Any, *, as_json: bool) -> None:

@@ -16,6 +16,7 @@ COMMANDS = {
     "stack": Command("ronde.cli.stack:stack", "Print where every rank of a running job is: its Python stack."),
     "data": Command("ronde.cli.data:data", "Prepare data sets for training, in parallel on all ranks."),
     "search": Command("ronde.cli.search:search", "Search for hyper-parameters, on warm workers or with a command."),
+    "export": Command("ronde.cli.export:export", "Make a model of a checkpoint: ONNX with its metadata."),
     "bench": Command("ronde.cli.bench.command:bench", "Measure ronde on this machine, in turn with gloo, DDP and MPI."),
     "doctor": Command(
         "ronde.cli.doctor.command:doctor", "Say whether jobs can run on these hosts, and what to do if not."

@@ -42,10 +42,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run_job(config: LaunchConfig) -> int:
-    from ronde.launch.dmlc import helper_names
     from ronde.launch.driver.driver import run_job
     from ronde.launch.output.printer import OutputOptions, Printer
     from ronde.launch.output.terminal import StandardStreams, TerminalInfo
+    from ronde.launch.server_processes import process_names
 
     with ExitStack() as opened:
         streams = StandardStreams(sys.stdout.buffer, sys.stderr.buffer)
@@ -64,7 +64,7 @@ def _run_job(config: LaunchConfig) -> int:
             color=config.color and (terminal_info.out_is_terminal or terminal_info.err_is_terminal),
             output_dir=config.output_dir,
             terminal_info=terminal_info,
-            names=helper_names(config.job),
+            names=process_names(config.job),
             debug_rank=config.job.debug_rank,
         )
         printer = Printer(streams, num_ranks=config.job.num_ranks, options=options)

@@ -75,6 +75,8 @@ class World:
         self.change_wanted = False
         """Whether this rank knows that ranks want to join or that itself has to leave. Set by the control thread, or by
         the handler of a signal."""
+        self.on_change_wanted: Callable[[], None] = lambda: None
+        """Called by the control thread when ranks want to join."""
         self.change_agreed = False
         """Whether, at the end of this step, all members leave the round to join the next one. Set by the reducer of
         gradients, on all members alike, when the change_wanted of one of them was set."""
@@ -286,6 +288,7 @@ class World:
 
     def _want_change(self) -> None:
         self.change_wanted = True
+        self.on_change_wanted()
 
     def _await_loss(self) -> bool:
         """Wait until the coordinator has reported the loss of a rank, and return whether it has. What a rank that dies

@@ -140,6 +140,7 @@ class CoordinatorCore:
         on_membership: Callable[[Membership], None] = lambda membership: None,
         process_state: Callable[[Member], str] = lambda member: "",
         new_round_id: Callable[[], int] = lambda: 1 + secrets.randbits(62),
+        reports_losses: bool = True,
     ) -> None:
         self.senders: dict[int, str] = {}
         """By worker, the name of the control connection that is this worker: that of the last process that was admitted
@@ -149,6 +150,7 @@ class CoordinatorCore:
         self.lost_peers: dict[int, LostPeer] = {}
         """By rank, those that failed in the newest round because another rank was gone."""
         self._size = size
+        self._loss_level = logging.WARNING if reports_losses else logging.INFO
         self._settings = settings
         self._rounds_left = rounds
         self._num_rounds = 0
@@ -476,7 +478,8 @@ class CoordinatorCore:
 
     def _lose(self, number: int, end: MembershipEnd) -> None:
         """A member, or a worker that has joined the next round, is lost."""
-        logger.warning("%s %d is lost: %s", "rank" if self._elastic is None else "worker", number, end.description)
+        kind = "rank" if self._elastic is None else "worker"
+        logger.log(self._loss_level, "%s %d is lost: %s", kind, number, end.description)
         rank = self._rank_of(number) if self._is_member(number) else None
         if self._elastic is not None and end.reason in (LeaveReason.UNREACHABLE, LeaveReason.MESSAGES_LOST):
             self._elastic.cut_off(number, end.description)

@@ -78,6 +78,7 @@ class CoordinatorServer:
         rounds: int | None = 1,
         limits: ElasticLimits | None = None,
         on_membership: Callable[[Membership], None] | None = None,
+        reports_losses: bool = True,
     ) -> None:
         self._close_wait_s = settings.shutdown_s if rounds is not None else 0.0
         self._close_deadline: Deadline | None = None
@@ -104,6 +105,7 @@ class CoordinatorServer:
                 limits=limits,
                 on_membership=on_membership or (lambda membership: None),
                 process_state=_process_state,
+                reports_losses=reports_losses,
             )
             opened.callback(self._core.close, "")
             self._control = ControlServer(host, key)

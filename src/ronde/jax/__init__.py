@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ronde.jax.cluster
 import ronde.jax.elastic_state  # noqa: F401 - registers trees of an elastic State, as the line before the cluster
+from ronde.jax.async_optimizer import AsyncTreeOptimizer as AsyncOptimizer
 from ronde.jax.broadcast_state import (
     allgather_object,
     average_metrics,
@@ -28,6 +29,7 @@ from ronde.jax.sharding import ShardedTree, shard
 from ronde.training.graph_errors import find_error
 
 __all__ = [
+    "AsyncOptimizer",
     "Checkpoints",
     "ShardedTree",
     "allgather",

@@ -94,7 +94,7 @@ class TreeCheckpoints:
             found, source = opened
             try:
                 with source.open("rb") if isinstance(source, Path) else source as file:
-                    return RestoredTree(found.step, _read(tree, file), found.full_path)
+                    return RestoredTree(found.step, read_tree(tree, file), found.full_path)
             except CheckpointError as error:
                 raise CheckpointError(f"the checkpoint {found.full_path} does not fit: {error}") from None
             except (OSError, ValueError, KeyError, msgspec.MsgspecError) as error:
@@ -126,7 +126,8 @@ def _write(tree: Any, path: Path) -> None:
         np.savez(file, **{TABLE: encoded}, **arrays)  # type: ignore[arg-type]  # NumPy's names are arguments, too
 
 
-def _read(tree: Any, file: BinaryIO) -> Any:
+def read_tree(tree: Any, file: BinaryIO) -> Any:
+    """Return the tree with the arrays of a checkpoint file. CheckpointError if they do not fit."""
     with np.load(file, allow_pickle=False) as archive:
         table = msgspec.json.decode(archive[TABLE].tobytes(), type=list[SavedLeaf])
         saved = {leaf.path: (str(index), leaf) for index, leaf in enumerate(table)}

@@ -2,7 +2,8 @@
 enough.
 
 JAX finds the coordinator's address in JAX_COORDINATOR_ADDRESS by itself, and asks its classes of cluster environments
-for the number of processes and its own. This one reads the variables that `ronde run` sets for JAX.
+for the number of processes and its own. This one reads the variables that `ronde run` sets for JAX. JAX takes the first
+one that fits, so it is put in front: in a job of Slurm, Open MPI or Kubernetes, `ronde run` has the last word.
 """
 
 from __future__ import annotations
@@ -48,3 +49,7 @@ class RondeCluster(ClusterEnv):  # type: ignore[misc]  # JAX is not in the envir
     def get_local_process_id(cls) -> int | None:
         """None: each process has all CPU devices of its own."""
         return None
+
+
+ClusterEnv._cluster_types.remove(RondeCluster)
+ClusterEnv._cluster_types.insert(0, RondeCluster)

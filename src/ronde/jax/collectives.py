@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from ronde.comm.group import Group
-from ronde.jax.program_operations import (
+from ronde.jax.primitive import (
     backward_name,
     bind_operation,
     find_trace,
@@ -38,10 +38,11 @@ from ronde.jax.program_operations import (
 )
 from ronde.text import format_ranks
 from ronde.training.graph_operations import GraphOperation, group_of
+from ronde.training.moments import backpropagate
 from ronde.types import DType, Op, parse_op
 
 DTYPES = frozenset(dtype.name.lower() for dtype in DType)
-Bind = Callable[..., Any]
+MOMENTS_NAME = "ronde.jax.moments"
 
 
 def allreduce(
@@ -233,6 +234,37 @@ def differentiable(
     run = jax.custom_vjp(lambda *arrays: list(forward(*arrays)))
     run.defvjp(lambda *arrays: (run(*arrays), None), run_backward)
     return list(run(*xs))
+
+
+def combine_moments(count: Any, mean: Any, variance: Any, group: Group | None) -> Any:
+    """Mean and variance of all members, of each member's number of values, mean and variance; collective. For batch
+    normalization: ronde.training.moments with arrays of JAX.
+
+    JAX has 32 bits for its numbers, so variances are not the difference of two sums: the means come first, in an
+    operation of their own, and then the squares around the mean of all members.
+    """
+    members = resolve_group(group).id
+    name = operation_name("moments", MOMENTS_NAME)
+
+    def add_up(stacked: Any, name: str) -> Any:
+        [total] = bind_operation(GraphOperation("allreduce", name, members), [stacked])
+        return total
+
+    def forward(count: Any, mean: Any, variance: Any) -> Any:
+        sums = add_up(jnp.stack([count, count * mean]), f"{name}.means")
+        total_count = jnp.maximum(sums[0], 1.0)
+        total_mean = sums[1] / total_count
+        squares = add_up(count * (variance + jnp.square(mean - total_mean)), f"{name}.squares")
+        return (total_mean, squares / total_count), ((count, mean), (total_count, total_mean))
+
+    def backward(kept: Any, grads: Any) -> Any:
+        own, combined = kept
+        summed = add_up(jnp.stack(grads), backward_name(name))
+        return jnp.zeros_like(own[0]), *backpropagate(own, combined, summed)
+
+    combine = jax.custom_vjp(lambda *own: forward(*own)[0])
+    combine.defvjp(forward, backward)
+    return combine(count, mean, variance)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import numpy as np
 
 from ronde.comm.world import current_world
 from ronde.elastic.state import StatePart, ValueKind, register_common_part, register_value_kind
-from ronde.jax.program_operations import clear_shaped_programs
+from ronde.jax.primitive import clear_shaped_programs
 
 
 class JaxTrees(ValueKind):

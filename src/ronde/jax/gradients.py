@@ -26,7 +26,7 @@ from ronde.errors import RondeError
 from ronde.jax.collectives import differentiable, flatten_arrays
 from ronde.jax.ffi_library import flags
 from ronde.jax.gradient_plans import gradient_plans
-from ronde.jax.program_operations import bind_operation, operation_name, resolve_group
+from ronde.jax.primitive import bind_operation, operation_name, resolve_group
 from ronde.training.agreement import fingerprint
 from ronde.training.gradient_settings import GradientSettings
 from ronde.training.graph_errors import describe_error

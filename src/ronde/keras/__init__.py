@@ -15,6 +15,7 @@ from __future__ import annotations
 import ronde.keras.elastic_state  # noqa: F401 - registers the parts of an elastic State
 from ronde.errors import OutOfSync
 from ronde.keras import callbacks
+from ronde.keras.async_optimizer import AsyncOptimizer
 from ronde.keras.batch_norm import SyncBatchNormalization
 from ronde.keras.optimizer import DistributedOptimizer, load_model
 from ronde.keras.sharding import ShardedArrays, shard
@@ -23,6 +24,7 @@ from ronde.keras.variables import broadcast_parameters, check_in_sync
 from ronde.training.metrics import average_metrics
 
 __all__ = [
+    "AsyncOptimizer",
     "DistributedOptimizer",
     "OutOfSync",
     "ShardedArrays",

@@ -66,7 +66,7 @@ def combine_moments(count: Any, mean: Any, variance: Any, *, group: Group | None
     if keras.backend.backend() == "torch":
         from ronde.torch.batch_norm import combine_moments as combine
     elif keras.backend.backend() == "jax":
-        from ronde.jax.moments import combine_moments as combine
+        from ronde.jax.collectives import combine_moments as combine
     else:
         from ronde.tensorflow.collectives import combine_moments as combine
     combined_mean, combined_variance = combine(count, mean, variance, group)

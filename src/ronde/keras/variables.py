@@ -86,8 +86,11 @@ def variables_of(source: Any) -> list[Any]:
 
 
 def common_name(variable: Any) -> str:
-    """The path of a variable without the numbers of the layers, which count what this process has made before."""
-    return re.sub(r"_\d+(?=/|$)", "", str(getattr(variable, "path", variable.name)))
+    """The layer and the name of a variable, as all ranks see them: without the numbers of layers, which count what this
+    process has made before, and without the models around, which a model that was loaded from a file does not have in
+    its paths."""
+    path = re.sub(r"_\d+(?=/|$)", "", str(getattr(variable, "path", variable.name)))
+    return "/".join(path.split("/")[-2:])
 
 
 def bytes_of(array: Array) -> Array:

@@ -62,6 +62,14 @@ _RUN_OPTIONS = (
     ),
     LaunchOption("hosts", "hosts", RANKS, "Hosts and their slots, as in host1:2,host2:4.", "HOST:SLOTS,…", ("-H",)),
     LaunchOption("hostfile", "text", RANKS, "File of hosts, one per line: `host`, `host:4` or `host slots=4`.", "FILE"),
+    LaunchOption(
+        "servers",
+        "text",
+        RANKS,
+        "Start so many server processes for parameter servers (ronde.ps) beside the ranks; `in-ranks`: ranks are the "
+        "servers. Default: all slots of hosts that are written as host:2+servers, or in-ranks.",
+        "N|in-ranks",
+    ),
     LaunchOption("config", "text", RANKS, "YAML file; its keys are these flags, with underscores.", "FILE"),
     LaunchOption(
         "min_np",
@@ -263,7 +271,8 @@ def _make_job(values: Mapping[str, Any], environ: Mapping[str, str]) -> Job:
     hosts = values.get("hosts", ())
     if "hostfile" in values:
         hosts = read_hostfile(values["hostfile"], default_slots=values.get("slots_per_host", 1))
-    num_ranks = values.get("num_ranks") or sum(host.slots for host in hosts) or values.get("min_np") or 1
+    num_slots = sum(host.slots for host in hosts if not host.for_servers)
+    num_ranks = values.get("num_ranks") or num_slots or values.get("min_np") or 1
     cwd = Path(values.get("cwd", ""))
     job = Job(
         num_ranks=num_ranks,
@@ -273,6 +282,7 @@ def _make_job(values: Mapping[str, Any], environ: Mapping[str, str]) -> Job:
         env=_parse_variables(values["env"], environ),
         tf_config=_choose_tf_config(values),
         dmlc_servers=_choose_dmlc_servers(values, num_ranks),
+        servers=_choose_servers(values, hosts),
         cwd=str(cwd if cwd.is_absolute() else Path(working_directory(), cwd)),
         **{field: values[name] for name, field in _JOB_FIELDS.items() if name in values},
     )
@@ -314,6 +324,18 @@ def _choose_dmlc_servers(values: Mapping[str, Any], num_ranks: int) -> int | Non
             raise ValueError("dmlc_servers is for jobs with a kvstore of MXNet: give dmlc, too")
         return None
     return num_ranks if servers is None else servers
+
+
+def _choose_servers(values: Mapping[str, Any], hosts: Sequence[Host]) -> int | None:
+    """Return how many server processes there are; None if nothing is said about it."""
+    text = values.get("servers")
+    if text is None:
+        return sum(host.slots for host in hosts if host.for_servers) or None
+    if text == "in-ranks":
+        return 0
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError(f"servers must be a whole number of at least 1, or in-ranks; got {text!r}")
+    return int(text)
 
 
 def _parse_variables(entries: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> dict[str, str]:

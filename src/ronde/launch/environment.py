@@ -26,7 +26,7 @@ import msgspec
 from ronde.launch.dmlc import make_dmlc_variables, make_helpers
 from ronde.launch.job import Job
 from ronde.launch.placement import Placement, bind_cpus
-from ronde.launch.protocol import PortCounts, RankOrder, StartRanks
+from ronde.launch.protocol import SERVER_COMMAND, PortCounts, RankOrder, StartRanks
 from ronde.net.addresses import format_address
 from ronde.settings import ASSIGNED_BY_LAUNCHER, describe_settings
 
@@ -89,16 +89,24 @@ def _is_own_tf_config(text: str) -> bool:
 
 
 def make_rank_orders(
-    job: Job, network: JobNetwork, *, coordinator: str, key: str, environ: Mapping[str, str], tty_fds: Collection[int]
+    job: Job,
+    network: JobNetwork,
+    *,
+    coordinator: str,
+    key: str,
+    environ: Mapping[str, str],
+    tty_fds: Collection[int],
+    server_coordinator: str = "",
 ) -> dict[int, StartRanks]:
     """Make the message for the agent of each host, by host index. `coordinator` is the address of the driver's own;
     `environ` is the driver's environment; `tty_fds` are those of its standard streams that are terminals: if output and
-    error are, rank 0 may draw progress bars."""
+    error are, rank 0 may draw progress bars. `server_coordinator` is the address of that of server processes."""
     addresses = network.addresses
     free_ports = {index: iter(facts.free_ports) for index, facts in network.host_facts.items()}
     size = str(job.num_ranks)
     job_variables = {
         **_coordinator_variables(coordinator, key),
+        **_server_variables(job, server_coordinator),
         **_size_variables(job.num_ranks),
         "MASTER_ADDR": addresses[0],
         "MASTER_PORT": str(next(free_ports[0])),
@@ -146,12 +154,14 @@ def make_worker_order(
     key: str,
     environ: Mapping[str, str],
     tty_fds: Collection[int],
+    server_coordinator: str = "",
 ) -> RankOrder:
     """Make the order for a worker of an elastic job, whose rank in it is the worker's number. `placement` and `size`
     are what the worker would get if a round began now. There are no variables for systems whose processes meet at an
     address of rank 0: here any rank may be lost."""
     env = {
         **_coordinator_variables(coordinator, key),
+        **_server_variables(job, server_coordinator),
         **_size_variables(size),
         "RONDE_ELASTIC": "1",
         "RONDE_WORKER": str(number),
@@ -160,6 +170,22 @@ def make_worker_order(
     given = _given_variables(job, environ, is_local=facts.is_local)
     order = _make_order(job, placement, facts, given=given, env=env, tty_fds=tty_fds)
     return msgspec.structs.replace(order, rank=number, output_ptys=order.output_ptys and number == 0)
+
+
+def make_server_order(
+    job: Job, number: int, facts: HostFacts, *, coordinator: str, key: str, environ: Mapping[str, str]
+) -> RankOrder:
+    """Make the order for a server process; `coordinator` is that of server processes."""
+    env = {
+        **_common_variables(facts, local_size=1),
+        **_given_variables(job, environ, is_local=facts.is_local),
+        **_coordinator_variables(coordinator, key),
+        **_server_variables(job, coordinator),
+        "RONDE_WORKER": str(number),
+    }
+    if facts.address:
+        env["RONDE_ADDRESS"] = facts.address
+    return RankOrder(rank=number, argv=SERVER_COMMAND, env=env, cwd=job.cwd)
 
 
 def _make_order(
@@ -208,6 +234,11 @@ def _coordinator_variables(coordinator: str, key: str) -> dict[str, str]:
         "RONDE_COORDINATOR_HOSTED": "1",
         "RONDE_KEY": key,  # nowhere but in the environment, which is private to its user
     }
+
+
+def _server_variables(job: Job, coordinator: str) -> dict[str, str]:
+    """Where workers and server processes meet, if the job has a coordinator for them."""
+    return {"RONDE_SERVERS": str(job.servers or 0), "RONDE_SERVER_COORDINATOR": coordinator} if coordinator else {}
 
 
 def _size_variables(size: int) -> dict[str, str]:

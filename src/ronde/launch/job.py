@@ -91,6 +91,8 @@ class Job:
     dmlc_servers: int | None = None
     """How many servers of MXNet's distributed kvstore are started, with a scheduler (dmlc.py); None: no
     scheduler either."""
+    servers: int | None = None
+    """How many server processes of parameter servers are started; 0: servers are in ranks. None: as 0."""
     bind: CpuBinding = "none"
     """Whether a rank is bound to cores of its own."""
     debug_rank: int | None = None
@@ -117,6 +119,7 @@ class Job:
     """Which rank runs where, by rank. Empty in an elastic job: its hosts come from a HostSource."""
 
     def __post_init__(self) -> None:
+        self._check_servers()
         if self.limits is not None:
             if self.debug_rank is not None or self.tf_config or self.restarts:
                 raise ValueError("debug, tf_config and restarts are for jobs whose number of ranks is fixed")
@@ -126,7 +129,24 @@ class Job:
         else:
             object.__setattr__(self, "placements", place_ranks(self.hosts, self.num_ranks))
 
+    def _check_servers(self) -> None:
+        kept = [host for host in self.hosts if host.for_servers]
+        num_slots = sum(host.slots for host in kept)
+        if kept and not self.servers:
+            raise ValueError("hosts are kept for servers, and there are no server processes; give --servers, too")
+        if kept and self.limits is not None:
+            raise ValueError("hosts can be kept for servers only in jobs whose number of ranks is fixed")
+        if kept and self.servers and self.servers > num_slots:
+            raise ValueError(
+                f"{self.servers} servers, but the hosts that are kept for them have {num_slots} slots; add slots, or "
+                "start fewer servers"
+            )
+        if self.servers and self.dmlc_servers is not None:
+            raise ValueError("servers and dmlc exclude each other: give one of them")
+
     @property
     def used_hosts(self) -> tuple[Host, ...]:
-        """The hosts that get ranks, by host index."""
-        return tuple(placement.host for placement in self.placements if placement.local_rank == 0)
+        """The hosts that get ranks, and then those that get only server processes, by host index."""
+        ranked = tuple(placement.host for placement in self.placements if placement.local_rank == 0)
+        names = {host.name for host in ranked}
+        return (*ranked, *(host for host in self.hosts if host.for_servers and host.name not in names))

@@ -6,6 +6,7 @@
     host:4          four slots
     user@host:4     as another user
     [fe80::7]:4     an IPv6 address stands in brackets
+    host:2+servers  two slots for server processes of parameter servers, and none for ranks
     host slots=4    hostfiles only; there a `#` begins a comment
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from ronde.text import format_count
 
+FOR_SERVERS = "+servers"
 _WORD = r"[^\s@:\[\],]+"
 _HOST = re.compile(rf"(?P<user>{_WORD}@)?(?:\[(?P<v6>[^\s\[\],]+)\]|(?P<name>{_WORD}))(?::(?P<slots>[^:]*))?")
 
@@ -30,6 +32,8 @@ class Host:
     name: str
     """As ssh knows it, `user@` allowed; `localhost` and this machine's own names need no ssh."""
     slots: int = 1
+    for_servers: bool = False
+    """Whether its slots are for server processes, and not for ranks."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith("-") or " " in self.name or not self.name.isprintable():
@@ -80,7 +84,7 @@ def parse_host_lines(text: str, source: str, *, default_slots: int = 1) -> tuple
 
 def format_hosts(hosts: Iterable[Host]) -> str:
     """Write hosts as parse_hosts reads them."""
-    return ",".join(format_host(host.name, str(host.slots)) for host in hosts)
+    return ",".join(format_host(host.name, f"{host.slots}{FOR_SERVERS * host.for_servers}") for host in hosts)
 
 
 def format_host(name: str, slots: str) -> str:
@@ -101,6 +105,7 @@ def _parse_hostfile_line(words: list[str], default_slots: int) -> Host:
 
 
 def _parse_host(item: str, default_slots: int = 1) -> Host:
+    item, for_servers = item.removesuffix(FOR_SERVERS), item.endswith(FOR_SERVERS)
     found = _HOST.fullmatch(item)
     if found is None:
         if item.count(":") > 1 and "[" not in item:
@@ -109,7 +114,8 @@ def _parse_host(item: str, default_slots: int = 1) -> Host:
     if found["v6"] is not None and found["v6"].count(":") < 2:
         raise ValueError(f"{item!r}: brackets are for IPv6 addresses")
     name = (found["user"] or "") + (found["v6"] or found["name"])
-    return Host(name, default_slots if found["slots"] is None else _parse_slots(name, found["slots"]))
+    slots = default_slots if found["slots"] is None else _parse_slots(name, found["slots"])
+    return Host(name, slots, for_servers)
 
 
 def _parse_slots(name: str, text: str) -> int:
@@ -119,10 +125,11 @@ def _parse_slots(name: str, text: str) -> int:
 
 
 def _merge_hosts(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    slots: dict[str, int] = {}
+    slots: dict[tuple[str, bool], int] = {}
     for host in hosts:
-        slots[host.name] = slots.get(host.name, 0) + host.slots
-    return tuple(Host(name, num) for name, num in slots.items())
+        key = (host.name, host.for_servers)
+        slots[key] = slots.get(key, 0) + host.slots
+    return tuple(Host(name, num, for_servers) for (name, for_servers), num in slots.items())
 
 
 def _bracketed(name: str) -> str:
@@ -157,7 +164,7 @@ def place_ranks(hosts: Sequence[Host], num_ranks: int) -> tuple[Placement, ...]:
     """Place every rank: hosts are filled in their order. ValueError says how many slots are missing."""
     if num_ranks < 1:
         raise ValueError(f"a job needs at least 1 rank, got {num_ranks}")
-    hosts = hosts_or_localhost(hosts, num_ranks)
+    hosts = hosts_or_localhost([host for host in hosts if not host.for_servers], num_ranks)
     num_slots = sum(host.slots for host in hosts)
     if num_ranks > num_slots:
         raise ValueError(

@@ -19,6 +19,15 @@ from ronde.errors import ProtocolError
 StdStream: TypeAlias = Literal["out", "err"]
 
 
+SERVER_COMMAND = (
+    "",  # the agent's own Python
+    "-c",
+    # Not -m: that looks into the working directory first, where the user may have files of any name.
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0)\nfrom ronde.ps.server_process import main; sys.exit(main())",
+)
+"""RankOrder.argv of a server process of ronde.ps."""
+
+
 class LaunchMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     """Base of all messages."""
 

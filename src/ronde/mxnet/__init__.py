@@ -13,6 +13,7 @@ The guide is docs/guides/mxnet.md.
 from __future__ import annotations
 
 import ronde.mxnet.elastic_state  # noqa: F401 - registers the parts of an elastic State
+from ronde.mxnet.async_trainer import AsyncTrainer
 from ronde.mxnet.broadcast_state import allgather_object, average_metrics, broadcast_object, broadcast_parameters
 from ronde.mxnet.collectives import allgather, allreduce, alltoall, barrier, broadcast, join, reduce_scatter
 from ronde.mxnet.sharding import ShardedBatches
@@ -22,6 +23,7 @@ from ronde.training.graph_errors import find_error
 from ronde.training.sample_sharding import SampleShard as ShardedSampler
 
 __all__ = [
+    "AsyncTrainer",
     "DistributedOptimizer",
     "DistributedTrainer",
     "GradientSettings",

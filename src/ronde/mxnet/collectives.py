@@ -361,7 +361,8 @@ def _as_list(x: Any, what: str) -> tuple[list[Any], bool]:
 
 def _as_outs(xs: Sequence[Any], out: Any, is_list: bool, what: str) -> list[Any]:
     if out is None:
-        return [new_array(each.shape, check_array(each, what), each) for each in xs]
+        dtypes = [check_array(each, what) for each in xs]
+        return [new_array(each.shape, dtype, each) for each, dtype in zip(xs, dtypes, strict=True)]
     outs = list(out) if is_list and isinstance(out, list | tuple) else [out]
     if len(outs) != len(xs):
         raise ValueError(f"{what}: out has {len(outs)} arrays for {len(xs)}")

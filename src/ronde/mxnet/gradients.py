@@ -82,8 +82,8 @@ class ThresholdWire:
     members can add them up; as 32 if there are more than 127 of them."""
 
     def __init__(self, threshold: float = 0.5) -> None:
-        if not threshold > 0:
-            raise ValueError(f"the threshold of compression type 2bit must be above 0, got {threshold!r}")
+        if not isinstance(threshold, int | float) or not threshold > 0:
+            raise ValueError(f"the threshold of compression type 2bit must be a number above 0, got {threshold!r}")
         self.name = f"2bit {threshold!r}"
         self._threshold = float(threshold)
         self._lost: dict[object, Any] = {}

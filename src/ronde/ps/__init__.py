@@ -6,7 +6,21 @@ for indices in server.samples(len(data), batch_size):
 server.close()
 """
 
+from ronde.ps.embedding_tables import EmbeddingTable, NormalRows, UniformRows
 from ronde.ps.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, GradientNoise, Optimizer, RMSProp
 from ronde.ps.parameter_server import ParameterServer
 
-__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "GradientNoise", "Optimizer", "ParameterServer", "RMSProp"]
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "EmbeddingTable",
+    "GradientNoise",
+    "NormalRows",
+    "Optimizer",
+    "ParameterServer",
+    "RMSProp",
+    "UniformRows",
+]

@@ -59,6 +59,10 @@ class RemoveWorker(LogEntry, frozen=True):
     """The worker has left, or is lost. Its committed pushes count; what else it has staged is dropped."""
 
 
+class AddWorker(LogEntry, frozen=True):
+    """A process that has come later trains from now on. No other process ever has its number."""
+
+
 class RecordNorm(LogEntry, frozen=True):
     """The global norm of the mean gradient of a clock, which all servers together have measured. Of no worker."""
 
@@ -66,7 +70,7 @@ class RecordNorm(LogEntry, frozen=True):
     norm: float
 
 
-Entry: TypeAlias = CommitPush | BeginRead | TakeLease | RemoveWorker | RecordNorm
+Entry: TypeAlias = CommitPush | BeginRead | TakeLease | AddWorker | RemoveWorker | RecordNorm
 NO_WORKER = -1
 
 
@@ -90,6 +94,8 @@ class Update(NamedTuple):
     """The global norm, if gradients are clipped."""
     lrs: tuple[float, ...] = ()
     """By group of tensors, the learning rates; empty if the optimizer has its own."""
+    version_read: int = -1
+    """With which the gradients were computed, if they are those of one worker."""
 
 
 class MeasureNorm(NamedTuple):
@@ -105,6 +111,12 @@ class DropStaged(NamedTuple):
 
     worker: int
     step: int
+
+
+class WorkerAdded(NamedTuple):
+    """The worker is there from now on. It may be gone already."""
+
+    worker: int
 
 
 class SendParts(NamedTuple):
@@ -143,7 +155,7 @@ class ReplyRejected(NamedTuple):
 
 
 Reply: TypeAlias = ReplyCommitted | ReplyLease | ReplyRejected
-Effect: TypeAlias = Update | MeasureNorm | DropStaged | SendParts | Reply
+Effect: TypeAlias = Update | MeasureNorm | DropStaged | WorkerAdded | SendParts | Reply
 
 
 STATE_CHANGES = (Update, MeasureNorm, DropStaged)
@@ -174,6 +186,8 @@ class LogState:
         self.last_replies: dict[tuple[int, type[LogEntry]], Reply] = {}
         """By worker and kind of entry, so that one can be sent again."""
         self._versions_read = dict.fromkeys(self.clocks.clocks, version)
+        self.last_reads = dict.fromkeys(self.clocks.clocks, 0)
+        """By worker, the number of its last read that was answered."""
         self._contributions: dict[int, dict[int, CommitPush]] = {}
         """SYNC: by clock and worker, pushes that are not in an update yet."""
         self._ended_epoch = -1
@@ -188,10 +202,21 @@ class LogState:
         """Whether all workers have left or are lost."""
         return not self.clocks.clocks
 
+    @property
+    def oldest_version_read(self) -> int:
+        """No worker that is there trains with an older version than this one."""
+        return min((self._versions_read[worker] for worker in self.clocks.clocks), default=self.version)
+
+    def version_read(self, worker: int) -> int:
+        """The version of the worker's last read."""
+        return self._versions_read[worker]
+
     def is_known(self, entry: Entry) -> bool:
         """Whether the entry, or a later one of the worker, is in the log already."""
         if isinstance(entry, RecordNorm):
             return entry.clock not in self.measuring
+        if entry.worker not in self.steps:  # an entry of a worker that is added by one that is not applied yet
+            return False
         if isinstance(entry, RemoveWorker):
             return entry.worker not in self.clocks.clocks
         return entry.worker not in self.clocks.clocks or entry.request <= self.last_requests[entry.worker]
@@ -209,6 +234,12 @@ class LogState:
             measured = self.measuring.pop(entry.clock)
             effects.append(Update(self.version, measured.contributions, entry.norm, measured.lrs))
             return self._answer_reads(effects, record.time_s)
+        if isinstance(entry, AddWorker):
+            if self.is_finished:
+                return [ReplyRejected(entry.worker, entry.request, "all workers have left: training is over")]
+            effects += self._add(entry)
+        elif entry.worker not in self.steps:
+            return []
         self.last_requests[entry.worker] = max(entry.request, self.last_requests[entry.worker])
         if isinstance(entry, CommitPush):
             effects += self._push(entry, record.time_s)
@@ -216,7 +247,7 @@ class LogState:
             self._begin_read(entry.worker, entry.read, record.time_s, entry.with_states)
         elif isinstance(entry, TakeLease):
             effects += self._take_lease(entry)
-        else:
+        elif isinstance(entry, RemoveWorker):
             effects += self._remove(entry)
         effects += self._end_epoch()
         leases = self._answer_leases()
@@ -247,7 +278,8 @@ class LogState:
             effects += self._complete_steps()
         else:
             self.version += 1
-            effects.append(Update(self.version, ((worker, entry.step),), entry.norm, entry.lrs))
+            version_read = self._versions_read[worker]
+            effects.append(Update(self.version, ((worker, entry.step),), entry.norm, entry.lrs, version_read))
         if entry.read:
             self._begin_read(worker, entry.read, now_s)
         effects.append(ReplyCommitted(worker, entry.request, self.version, staleness))
@@ -291,7 +323,9 @@ class LogState:
         for worker in ready:
             read, with_states = self._reads.pop(worker)
             answered.append(SendParts(worker, read, self.version, with_states))
-            self._versions_read[worker] = self.version
+            if not with_states:  # which is for a checkpoint, and not what the worker trains with
+                self._versions_read[worker] = self.version
+                self.last_reads[worker] = read
             self.clocks.end_wait(worker, now_s)
         num_updates = sum(isinstance(effect, STATE_CHANGES) for effect in effects)
         ordered = sorted(effects, key=lambda effect: not isinstance(effect, STATE_CHANGES))
@@ -314,6 +348,16 @@ class LogState:
                 reply = self.last_replies[worker, TakeLease] = ReplyLease(worker, entry.request, lease)
                 effects.append(reply)
         return effects
+
+    def _add(self, entry: AddWorker) -> list[Effect]:
+        """The worker has come as far as the slowest of the others, so that it neither waits nor is waited for more than
+        they are."""
+        worker = entry.worker
+        self.clocks.add(worker)
+        self.last_requests[worker] = self.steps[worker] = self.staleness[worker] = 0
+        self._versions_read[worker] = self.version
+        self.last_reads[worker] = 0
+        return [WorkerAdded(worker), ReplyCommitted(worker, entry.request, self.version, 0)]
 
     def _remove(self, entry: RemoveWorker) -> list[Effect]:
         worker = entry.worker

@@ -1,35 +1,43 @@
 """ParameterServer: parameters that are trained by a parameter server, as one rank sees them.
 
-It connects the state machines of this package to a mailbox. A rank that is a server has a ServerCore, one that is a
-worker a WorkerCore, and many are both. The thread of the mailbox owns the ServerCore; the WorkerCore is shared with the
-threads of the program, under a lock. Nothing in the thread of the mailbox waits for another rank, but for the one
-answer of the coordinator when a server is lost.
+It is the user's side of a Participant, which has the state machines and the messages. Where the members meet depends on
+the job. The ranks of a job of mpirun, torchrun, srun or `ronde run` are servers and workers in a mailbox of their
+group, for as long as the round lasts. Where `ronde run` has started server processes, or the number of ranks may
+change, they meet in the rounds of servers (server_rounds).
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
 
 from ronde.comm import objects
 from ronde.comm.group import Group
-from ronde.comm.mailbox import MailboxMessage
 from ronde.comm.world import current_world, is_initialized, resolve_group
-from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
+from ronde.errors import Mismatch, OperationTimeout
+from ronde.ps.compression import check_codec, decode_values, encode_values
+from ronde.ps.embedding_tables import EmbeddingTable, cut_tables, pack_arrays
 from ronde.ps.leases import Lease
 from ronde.ps.optimizers import GradientNoise, Optimizer
+from ronde.ps.participant import MailboxMessenger, Participant
 from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
-from ronde.ps.protocol import FOR_WORKERS, NewConfiguration, OutgoingMessage, PartCopy, ServersFailed, decode, encode
-from ronde.ps.server import Action, Propose, ServerCore, ServerSetup
+from ronde.ps.protocol import OutgoingMessage, PartCopy, encode
+from ronde.ps.server import ServerCore, ServerSetup
+from ronde.ps.server_rounds import ServerRounds, describe_member, server_rounds_of_job
 from ronde.ps.staleness import StalenessSettings, parse_mode
-from ronde.ps.worker import WorkerCore
+from ronde.ps.table_client import (
+    TableClient,
+    check_rows,
+    check_table_states,
+    describe_tables,
+    join_rows,
+    make_first_rows,
+)
 from ronde.text import format_rank_answers
 from ronde.types import Deadline
 
@@ -38,7 +46,10 @@ WAIT_CHECK_S = 0.1
 SUSPECT_S = 10.0
 """A server that has not answered for so long while a worker waits is replaced by its backup, as if it were lost."""
 
-logger = logging.getLogger("ronde.ps")
+TAKE_BYTES = 2 * 1024 * 1024
+"""A waiting program writes parts of a read to the parameters when so much of it has come, while more is on its way."""
+
+_T = TypeVar("_T")
 
 
 class _PushUnderWay:
@@ -52,6 +63,8 @@ class _PushUnderWay:
         """The parts that were sent."""
         self.squares: dict[int, float] = {}
         """By part, the squared norm, if it is needed."""
+        self.rows: dict[str, list[tuple[Array, Array]]] = {}
+        """By table, the rows that were used, and their gradients."""
 
     def find_complete(self, tensor: int) -> list[int]:
         """The parts with slices of the tensor whose other slices are there as well."""
@@ -61,6 +74,20 @@ class _PushUnderWay:
             if any(piece.tensor == tensor for piece in part.slices)
             and all(piece.tensor in self.gradients for piece in part.slices)
         ]
+
+
+class _Choices(NamedTuple):
+    """What all ranks have to choose alike for a parameter server."""
+
+    tensors: tuple[TensorSpec, ...]
+    mode: str
+    staleness: int
+    replicate: bool
+    clip_norm: float
+    tables: tuple[tuple[Any, ...], ...]
+    """What describe_tables() says."""
+    delay_compensation: float
+    compression: str
 
 
 class ParameterServer:
@@ -75,7 +102,13 @@ class ParameterServer:
     each part of the parameters is on two servers, and no update is lost when one of them is. `clip_norm` scales
     gradients down whose global norm is larger. `groups` gives tensors other options of the optimizer by name: they are
     in the group with this number. `noise` is added to all gradients.
-    `state` is what state_dict() of another parameter server has returned: the first rank's goes on from there.
+
+    `tables` are embedding tables by name (ronde.ps.EmbeddingTable). They are on the servers only: rows() reads rows,
+    and stage_rows() gives the gradients of those that were used. `delay_compensation` corrects gradients for what
+    others have changed since the worker's read (DC-ASGD): g + delay_compensation * g * g * (w_now - w_read); the
+    servers then keep the parameters as each worker has read them. `compression` is what gradients and parameters travel
+    as: "none", "float16" or "bfloat16". `state` is what state_dict() of another parameter server has returned: the
+    first rank's goes on from there.
     """
 
     def __init__(
@@ -91,15 +124,13 @@ class ParameterServer:
         clip_norm: float = 0.0,
         groups: Mapping[str, int] | None = None,
         noise: GradientNoise | None = None,
+        tables: Mapping[str, EmbeddingTable] | None = None,
+        delay_compensation: float = 0.0,
+        compression: str | None = None,
         state: Mapping[str, Any] | None = None,
         suspect_s: float = SUSPECT_S,
         group: Group | None = None,
     ) -> None:
-        if is_initialized() and current_world().is_candidate:
-            raise RondeError(
-                "this process has come to an elastic job that is under way, and a parameter server takes no further "
-                "ranks; the others go on without it"
-            )
         self._group = resolve_group(group)
         assert self._group.rank is not None
         self.rank = self._group.ranks[self._group.rank]
@@ -111,42 +142,66 @@ class ParameterServer:
         """The arrays, by name."""
         self._flat = [array.reshape(-1) for array in self.parameters.values()]
         self._indices = {name: index for index, name in enumerate(self.parameters)}
+        self.tables = dict(tables or {})
+        """The embedding tables, by name."""
+        self._first_rows: Mapping[str, Mapping[str, Array]] = {}
+        """By table, the rows that a state has."""
         self._first_states: dict[str, Array] = {} if state is None else self._load_state(state)
         version = 0 if state is None else int(state["version"])
-        setup, configuration = self._agree(
-            optimizer, mode, staleness, servers, workers, replicate, clip_norm, groups, version
+        self._rounds = self._find_rounds(servers, workers)
+        """Where servers and workers meet, if the job has server processes or is elastic."""
+        self._instance = self._rounds.new_instance() if self._rounds is not None else 0
+        self._messenger: MailboxMessenger | None = None
+        choices = _Choices(
+            self._describe_tensors(groups),
+            mode,
+            staleness,
+            replicate,
+            clip_norm,
+            self._describe_tables(),
+            delay_compensation,
+            check_codec(compression),
         )
+        if self._rounds is None:
+            self._participant = self._meet_in_group(choices, optimizer, servers, workers, version)
+        elif current_world().is_candidate:
+            self._participant = self._join_late(self._rounds, choices)
+        else:
+            self._participant = self._meet_servers(self._rounds, choices, optimizer, version)
+        setup = self._setup = self._participant.setup
         self.mode = setup.staleness.mode.value
-        self.is_worker = self.rank in setup.workers
+        self.is_worker = self._rounds is not None or self.rank in setup.workers
         """Whether this rank trains."""
-        self.is_server = self.rank in configuration.servers
-        """Whether this rank holds parts of the parameters."""
-        self._setup = setup
+        self._parts_of = [
+            {index for index, part in enumerate(setup.parts) if any(piece.tensor == tensor for piece in part.slices)}
+            for tensor in range(len(self.parameters))
+        ]
+        """By tensor, the parts that have some of it."""
         self._step = 0
         self._push_under_way = _PushUnderWay(setup.parts)
         self._open_leases: list[int] = []
         """Leases whose samples were handed out since the last push."""
-        self._error: RondeError | None = None
-        self._server = ServerCore(self.rank, setup, configuration) if self.is_server else None
-        self._worker = WorkerCore(self.rank, len(setup.parts), configuration)
+        self._worker = self._participant.worker
         """Of a rank that is only a server, it takes what is told to all members."""
-        self._changed = threading.Condition()
+        self._changed = self._participant.changed
         """Guards the WorkerCore, and tells that it has changed."""
-        self._is_served = threading.Event()
-        """Set when all parts of this server have values."""
-        self._may_handle = threading.Event()
-        """Set when the mailbox is there, which its thread needs."""
-        self._mailbox = self._group.open_mailbox(self._on_message, on_lost=self._on_lost)
-        self._may_handle.set()
-        self._load(configuration)
+        self.tables = dict(zip(setup.table_names, setup.tables, strict=True))
+        self._version = setup.version
+        self._table_client = TableClient(
+            setup, self._worker, self._changed, send=self._participant.send, wait_until=self._wait_until
+        )
+        self._is_step_under_way = False
+        """Whether a step was started whose read has not been taken."""
+        self._first_states, self._first_rows = {}, {}
+        if self.is_worker and not self._worker.is_finished:
+            self.pull()
 
     # --- training --------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
         """The number of updates in the parameters that this rank has read."""
-        read = self._worker.read
-        return 0 if read is None or read.missing else read.version
+        return self._version
 
     @property
     def staleness(self) -> int:
@@ -154,8 +209,14 @@ class ParameterServer:
         return self._worker.staleness
 
     @property
+    def is_server(self) -> bool:
+        """Whether this rank holds parts of the parameters."""
+        return self._participant.number in self.servers
+
+    @property
     def servers(self) -> tuple[int, ...]:
-        """The ranks that are servers now, the sequencer first."""
+        """The servers now, the sequencer first: ranks, or the numbers of processes in an elastic job and of server
+        processes."""
         return self._worker.configuration.servers
 
     def stage(self, name: str, gradient: Array) -> None:
@@ -171,6 +232,30 @@ class ParameterServer:
         self._push_under_way.gradients[index] = self._check_gradient(name, gradient)
         self._stage_parts(self._push_under_way.find_complete(index))
 
+    def rows(self, table: str, rows: Array) -> Array:
+        """The values of rows of a table, given by their numbers, in an array with one more dimension. They are of the
+        same version as `parameters`: that of this rank's last step() or pull(), whatever others have pushed since."""
+        self._check_worker()
+        self.finish_step()
+        return self._table_client.read(table, self._check_rows(table, rows))
+
+    def prefetch_rows(self, table: str, rows: Array) -> None:
+        """Ask for rows of the version that the next step() or pull() reads, ahead of it, so that rows() has them."""
+        self._check_worker()
+        self._table_client.prefetch(table, self._check_rows(table, rows))
+
+    def stage_rows(self, table: str, rows: Array, gradients: Array) -> None:
+        """Give the gradients of rows of a table, ahead of step() or push(); one vector for each row. Those of a row
+        that is there several times are added. They are kept, and sent with the step."""
+        self._check_worker()
+        numbers = self._check_rows(table, rows).reshape(-1)
+        values = np.asarray(gradients)
+        shape = (*np.shape(rows), self.tables[table].dim)
+        if values.shape != shape:
+            raise ValueError(f"the gradients of rows of {table} must have the shape {shape}, got {values.shape}")
+        values = values.astype(self.tables[table].dtype, copy=True).reshape(len(numbers), -1)
+        self._push_under_way.rows.setdefault(table, []).append((numbers, values))
+
     def step(
         self,
         gradients: Mapping[str, Array] | Sequence[Array] | None = None,
@@ -179,13 +264,43 @@ class ParameterServer:
     ) -> int:
         """Push gradients, and read the parameters for the next step into `parameters`. Return their version.
 
-        Without gradients, all of them were given to stage(). `lrs` are learning rates by group of tensors, in place of
-        the optimizer's own; in "sync" mode those of the first worker count. It returns when the push is committed and
-        cannot be lost any more, and, unless the mode is "async", when no worker is too far behind.
+        Without gradients, all of them were given to stage(). Those of rows of tables are given to stage_rows(). `lrs`
+        are learning rates by group of tensors, in place of the optimizer's own; in "sync" mode those of the first
+        worker count. It returns when the push is committed and cannot be lost any more, and, unless the mode is
+        "async", when no worker is too far behind.
+        """
+        self._push(gradients, lrs, read=True, copy=False)
+        return self.finish_step()
+
+    def start_step(
+        self, gradients: Mapping[str, Array] | Sequence[Array] | None = None, *, lrs: Sequence[float] = ()
+    ) -> None:
+        """As step(), without waiting. Gradients are copied. The parameters change only in finish_step(), wait_for()
+        and the next call that pushes or reads, which finishes this step when its own gradients are on their way.
+
+        In "async" mode a worker can so compute and send the next gradients while the parameters are on their way to it:
+        they are then one step older. In the other modes call wait_for() or finish_step() before parameters are used.
         """
         self._push(gradients, lrs, read=True)
-        self._wait_until(self._is_stepped, f"step {self._step}")
-        return self._take_read()
+
+    def finish_step(self) -> int:
+        """Wait until the step that was started last is committed and its read is in `parameters`. Return the version of
+        the parameters."""
+        if self._is_step_under_way:
+            self._read_until(self._is_stepped, f"step {self._step}")
+            self._is_step_under_way = False
+        return self.version
+
+    def wait_for(self, name: str) -> None:
+        """Wait until one parameter has the values of the step that was started last. Others may be on their way: call
+        it ahead of each layer in a forward pass. If a server is lost meanwhile, the read begins anew, and layers that
+        have run have used the values of the first one."""
+        if self._is_step_under_way:
+            read = self._worker.read
+            parts = self._parts_of[self._indices[name]]
+            assert read is not None
+            if read.untaken and not parts.isdisjoint(read.untaken):
+                self._read_until(lambda: self._has_parts(parts), f"{name} in step {self._step}")
 
     def push(
         self, gradients: Mapping[str, Array] | Sequence[Array] | None = None, *, lrs: Sequence[float] = ()
@@ -197,11 +312,12 @@ class ParameterServer:
     def pull(self) -> int:
         """Read the parameters, all of one version, into `parameters`. Return the version."""
         self._check_worker()
+        self.finish_step()
         with self._changed:
             sends = self._worker.begin_read()
-        self._send(sends)
-        self._wait_until(self._has_read, "a read of the parameters")
-        return self._take_read()
+        self._participant.send(sends)
+        self._read_until(self._has_read, "a read of the parameters")
+        return self.version
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters and the states of the optimizer, all of one version, as arrays by name: what is needed to go
@@ -209,25 +325,27 @@ class ParameterServer:
         several, whenever they like; `parameters` are not changed.
         """
         self._check_worker()
+        self.finish_step()
         with self._changed:
             sends = self._worker.begin_read(with_states=True)
-        self._send(sends)
+        self._participant.send(sends)
         self._wait_until(self._has_read, "a read of the parameters and their states")
         with self._changed:
             read = self._worker.read
             assert read is not None
             parts, read.values = read.values, {}
+        tables = {name: join_rows(self._setup, number, parts) for number, name in enumerate(self.tables)}
         num_states = self._setup.optimizer.num_states
         values = {name: np.empty_like(array) for name, array in self.parameters.items()}
         states = {name: np.empty((num_states, *each.shape), each.dtype) for name, each in self.parameters.items()}
         flat_values = [array.reshape(-1) for array in values.values()]
-        for index, copy in parts.items():
-            part = self._setup.parts[index]
+        for index, part in enumerate(self._setup.parts):
+            copy = parts[index]
             rows = copy.reshape(1 + num_states, part.size)
             part.scatter(rows[0], flat_values)
             for number in range(num_states):
                 part.scatter(rows[1 + number], [each.reshape(num_states, -1)[number] for each in states.values()])
-        return {"version": read.version, "parameters": values, "optimizer": states}
+        return {"version": read.version, "parameters": values, "optimizer": states, "tables": tables}
 
     def samples(self, num_samples: int, batch_size: int, *, epoch: int = 0) -> Iterator[Array]:
         """Yield indices of samples to train on, batch_size at a time, until every sample of the epoch is used.
@@ -235,6 +353,8 @@ class ParameterServer:
         Each sample is used exactly once: a push acknowledges all samples that were yielded before it, and what a lost
         worker has not acknowledged is given to others. Epochs are counted up by one.
         """
+        if self._worker.is_finished:
+            return
         self._check_worker()
         if batch_size < 1 or num_samples < 0:
             raise ValueError(f"samples: needs a batch_size of 1 or more, got {batch_size} of {num_samples} samples")
@@ -249,19 +369,23 @@ class ParameterServer:
         """Wait until all workers have left. For a rank that is a server and no worker."""
         with self._changed:
             while not self._worker.is_finished:
-                self._check()
+                self._participant.check()
                 self._changed.wait(WAIT_CHECK_S)
 
     def close(self) -> None:
         """Leave, and wait until all workers have; the parts of this rank are served until then. Idempotent."""
         if self.is_worker and not self._worker.has_left:
+            self.finish_step()
             with self._changed:
                 sends = self._worker.leave()
-            self._send(sends)
+            self._participant.send(sends)
         self.serve()
-        if is_initialized() and current_world().joined_round.is_elastic:
+        if is_initialized() and current_world().joined_round.is_elastic and not current_world().is_candidate:
             current_world().control_thread.finish()  # all have: nobody has to be started for those that were lost
-        self._mailbox.close()
+        if self._messenger is not None:
+            self._messenger.close()
+        if self._rounds is not None:
+            self._rounds.release(self._instance)
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -272,70 +396,182 @@ class ParameterServer:
             self.close()
 
     def __repr__(self) -> str:
-        return f"<ParameterServer {self._mailbox.name}: {len(self._setup.parts)} parts on ranks {self.servers}>"
+        servers = ", ".join(map(describe_member, self.servers)) if self._rounds is not None else str(self.servers)
+        return f"<ParameterServer: {len(self._setup.parts)} parts on {servers}>"
 
     # --- the start -------------------------------------------------------------------------------------------------
 
+    def _find_rounds(self, servers: Iterable[int] | None, workers: Iterable[int] | None) -> ServerRounds | None:
+        """The rounds in which this rank meets servers, if the job has them."""
+        rounds = server_rounds_of_job() if is_initialized() else None
+        is_whole = servers is None and workers is None and self._group.id == 0
+        if rounds is not None and not is_whole:
+            if rounds.num_servers or current_world().is_candidate:
+                raise ValueError(
+                    "all ranks of a job with server processes, and those that come to an elastic one later, make a "
+                    "parameter server alike: leave out servers, workers and group"
+                )
+            return None
+        return rounds
+
+    def _describe_tensors(self, groups: Mapping[str, int] | None) -> tuple[TensorSpec, ...]:
+        tensors = tuple(
+            TensorSpec(name, array.shape, array.dtype.name, (groups or {}).get(name, 0))
+            for name, array in self.parameters.items()
+        )
+        if not any(tensor.size for tensor in tensors) and not self.tables:
+            raise ValueError("a parameter server needs at least one parameter that is not empty, or a table")
+        return tensors
+
+    def _describe_tables(self) -> tuple[tuple[Any, ...], ...]:
+        for name, table in self.tables.items():
+            if not isinstance(table, EmbeddingTable):
+                raise TypeError(f"table {name} must be a ronde.ps.EmbeddingTable, got {type(table).__name__}")
+        return describe_tables(self.tables)
+
     def _agree(
         self,
+        choices: _Choices,
         optimizer: Optimizer,
-        mode: str,
-        staleness: int,
+        version: int,
+        *,
+        servers: Sequence[int] | int,
+        workers: Sequence[int],
+    ) -> ServerSetup:
+        """What all members have to know alike. Raises Mismatch on all of them if they differ. `servers` are the ranks,
+        or how many processes there are."""
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be one of ronde.ps, such as ronde.ps.SGD, got {type(optimizer).__name__}")
+        settings = StalenessSettings(parse_mode(choices.mode), choices.staleness)
+        if choices.clip_norm < 0 or choices.staleness < 0:
+            raise ValueError(
+                f"clip_norm and staleness must be 0 or more, got {choices.clip_norm} and {choices.staleness}"
+            )
+        if not (choices.delay_compensation >= 0 and math.isfinite(choices.delay_compensation)):
+            raise ValueError(f"delay_compensation must be 0 or more, got {choices.delay_compensation}")
+        ranks = self._group.ranks
+        own = (choices, servers, workers)
+        described = objects.allgather(own, group=self._group)
+        if any(each != described[0] for each in described):
+            answers = {rank: _describe(*each) for rank, each in zip(ranks, described, strict=True)}
+            raise Mismatch(f"ranks disagree on a parameter server: {format_rank_answers(answers)}")
+        agreed: Optimizer
+        first = (optimizer, version, self.tables)
+        agreed, version, tables = objects.broadcast(first, root=ranks[0], group=self._group)
+        num_servers = servers if isinstance(servers, int) else len(servers)
+        parts = cut_into_parts(choices.tensors, num_servers, keep_whole=agreed.needs_whole_tensors)
+        return ServerSetup(
+            parts or (Part((), "float32", 0),),  # with nothing but tables, a read still has its version
+            tuple(sorted(workers)),
+            settings,
+            agreed,
+            choices.clip_norm,
+            version,
+            choices.replicate,
+            choices.tensors,
+            tuple(tables.values()),
+            tuple(tables),
+            cut_tables(tables, agreed, num_servers),
+            choices.delay_compensation,
+            choices.compression,
+        )
+
+    def _meet_in_group(
+        self,
+        choices: _Choices,
+        optimizer: Optimizer,
         servers: Iterable[int] | None,
         workers: Iterable[int] | None,
-        replicate: bool,
-        clip_norm: float,
-        groups: Mapping[str, int] | None,
         version: int,
-    ) -> tuple[ServerSetup, Configuration]:
-        """What all members have to know alike. Raises Mismatch on all of them if they differ."""
+    ) -> Participant:
+        """Take part in a parameter server whose servers are ranks, as long as the round lasts."""
         ranks = self._group.ranks
         server_ranks = ranks if servers is None else tuple(servers)
         worker_ranks = ranks if workers is None else tuple(workers)
         for what, chosen in (("servers", server_ranks), ("workers", worker_ranks)):
             if not chosen or len({*chosen}) < len(chosen) or not {*chosen} <= {*ranks}:
                 raise ValueError(f"{what} must be different ranks of {self._group!r}, got {list(chosen)}")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be one of ronde.ps, such as ronde.ps.SGD, got {type(optimizer).__name__}")
-        settings = StalenessSettings(parse_mode(mode), staleness)
-        if clip_norm < 0 or staleness < 0:
-            raise ValueError(f"clip_norm and staleness must be 0 or more, got {clip_norm} and {staleness}")
-        tensors = tuple(
-            TensorSpec(name, array.shape, array.dtype.name, (groups or {}).get(name, 0))
-            for name, array in self.parameters.items()
-        )
-        if not any(tensor.size for tensor in tensors):
-            raise ValueError("a parameter server needs at least one parameter that is not empty")
-        own = (tensors, mode, staleness, tuple(server_ranks), tuple(worker_ranks), replicate, clip_norm)
-        described = objects.allgather(own, group=self._group)
-        if any(each != described[0] for each in described):
-            answers = {rank: _describe(each) for rank, each in zip(ranks, described, strict=True)}
-            raise Mismatch(f"ranks disagree on a parameter server: {format_rank_answers(answers)}")
-        agreed: Optimizer
-        agreed, version = objects.broadcast((optimizer, version), root=ranks[0], group=self._group)
-        parts = cut_into_parts(tensors, len(server_ranks), keep_whole=agreed.needs_whole_tensors)
-        setup = ServerSetup(parts, tuple(sorted(worker_ranks)), settings, agreed, clip_norm, version)
-        return setup, make_configuration(parts, server_ranks, replicate=replicate)
-
-    def _load(self, configuration: Configuration) -> None:
-        """The first rank gives the servers the first values; all workers read them."""
-        if self.rank == self._group.ranks[0]:
-            states = self._flatten_first_states()
-            for index, part in enumerate(self._setup.parts):
-                rows = [part.gather(self._flat), *(part.gather(flat) for flat in states)]
-                copy = np.concatenate(rows)
-                for to in configuration.replicas_of(index):
-                    self._mailbox.post(to, encode(PartCopy(1, index, 0, {})), copy)
-        if self._server is not None:
-            deadline = Deadline(self._group.operation_timeout_s)
-            while not self._server.is_ready:  # set by the thread of the mailbox
-                self._check()
-                if deadline.expired:
-                    raise OperationTimeout(f"rank {self.rank} did not get the first values of its parts in time")
-                self._is_served.wait(WAIT_CHECK_S)
+        setup = self._agree(choices, optimizer, version, servers=server_ranks, workers=worker_ranks)
+        configuration = make_configuration(setup.all_parts, server_ranks, replicate=choices.replicate)
+        server = ServerCore(self.rank, setup, configuration) if self.rank in server_ranks else None
+        participant = Participant(self.rank, setup, configuration, server)
+        self._messenger = MailboxMessenger(participant, self._group)
+        if self.rank == ranks[0]:
+            for to, message, payload in self._first_values(setup, configuration):
+                self._messenger.post(to, encode(message), payload)
+        deadline = Deadline(self._group.operation_timeout_s)
+        while server is not None and not server.is_ready:  # made so by the thread of the mailbox
+            participant.check()
+            if deadline.expired:
+                raise OperationTimeout(f"rank {self.rank} did not get the first values of its parts in time")
+            participant.is_served.wait(WAIT_CHECK_S)
         self._group.barrier()
-        if self.is_worker:
-            self.pull()
+        return participant
+
+    def _meet_servers(self, rounds: ServerRounds, choices: _Choices, optimizer: Optimizer, version: int) -> Participant:
+        """Make a parameter server together with the other workers, in the rounds of servers. The first rank does it."""
+        numbers = tuple(objects.allgather(rounds.number, group=self._group))
+        setup = self._agree(choices, optimizer, version, servers=rounds.num_servers or numbers, workers=numbers)
+        rounds.start()
+        configuration: Configuration | None = None
+        if self.rank == self._group.ranks[0]:
+            configuration = rounds.create(
+                self._instance,
+                setup,
+                lambda servers: make_configuration(setup.all_parts, servers or numbers, replicate=choices.replicate),
+                lambda configuration: self._first_values(setup, configuration),
+                Deadline(self._group.operation_timeout_s),
+            )
+        configuration = objects.broadcast(configuration, root=self._group.ranks[0], group=self._group)
+        return rounds.add(self._instance, setup, configuration)
+
+    def _join_late(self, rounds: ServerRounds, choices: _Choices) -> Participant:
+        """Take part in a parameter server that the others made before this process came."""
+        deadline = Deadline(self._group.operation_timeout_s)
+        participant = rounds.join(self._instance, deadline)
+        setup = participant.setup
+        theirs = _Choices(
+            setup.tensors,
+            setup.staleness.mode.value,
+            setup.staleness.staleness,
+            setup.replicate,
+            setup.clip_norm,
+            describe_tables(dict(zip(setup.table_names, setup.tables, strict=True))),
+            setup.delay_compensation,
+            setup.compression,
+        )
+        if choices != theirs:
+            raise Mismatch(
+                f"this process makes another parameter server than the others, to which it came later: "
+                f"{_describe(choices)}; they have {_describe(theirs)}"
+            )
+        worker = participant.worker
+        with participant.changed:
+            sends = worker.join()
+        participant.send(sends)
+        with participant.changed:
+            while not (worker.has_joined or worker.is_finished or worker.rejections):
+                participant.check()
+                if deadline.expired:
+                    raise OperationTimeout("the servers did not answer a worker that came later in time")
+                participant.changed.wait(WAIT_CHECK_S)
+            worker.is_finished = worker.is_finished or not worker.has_joined
+            worker.has_left = worker.is_finished
+        return participant
+
+    def _first_values(self, setup: ServerSetup, configuration: Configuration) -> Iterator[OutgoingMessage]:
+        """What the servers begin with: the values and states of each part, for its replicas."""
+        states = self._flatten_first_states(setup.optimizer.num_states)
+        for index, part in enumerate(setup.parts):
+            rows = [part.gather(self._flat), *(part.gather(flat) for flat in states)]
+            copy = np.concatenate(rows)
+            for to in configuration.replicas_of(index):
+                yield OutgoingMessage(to, PartCopy(1, index, 0, {}), copy)
+        for number, table_part in enumerate(setup.table_parts):
+            index = len(setup.parts) + number
+            first_rows = make_first_rows(setup, table_part, self._first_rows)
+            for to in configuration.replicas_of(index):
+                yield OutgoingMessage(to, PartCopy(1, index, 0, {}), first_rows)
 
     def _load_state(self, state: Mapping[str, Any]) -> dict[str, Array]:
         """Write the parameters of a state to this rank's, and return its states of the optimizer."""
@@ -345,11 +581,11 @@ class ParameterServer:
             raise ValueError(f"state must have the names of the parameters; these differ: {', '.join(differ)}")
         for name, array in self.parameters.items():
             array[...] = given[name]
+        self._first_rows = check_table_states(self.tables, state.get("tables", {}))
         return dict(state["optimizer"])
 
-    def _flatten_first_states(self) -> list[list[Array]]:
+    def _flatten_first_states(self, num_states: int) -> list[list[Array]]:
         """By state of the optimizer and tensor, its first elements: zeros, unless a state was given."""
-        num_states = self._setup.optimizer.num_states
         flattened: list[list[Array]] = []
         for number in range(num_states):
             flat = []
@@ -361,14 +597,20 @@ class ParameterServer:
                     )
                 flat.append(np.ascontiguousarray(rows[number], array.dtype).reshape(-1))
             flattened.append(flat)
-        self._first_states = {}
         return flattened
 
     # --- what a worker does ----------------------------------------------------------------------------------------
 
     def _push(
-        self, gradients: Mapping[str, Array] | Sequence[Array] | None, lrs: Sequence[float], *, read: bool
+        self,
+        gradients: Mapping[str, Array] | Sequence[Array] | None,
+        lrs: Sequence[float],
+        *,
+        read: bool,
+        copy: bool = True,
     ) -> None:
+        """Send what is not staged yet, and commit it. Gradients that are not copied must not be changed until the read
+        has come: then nobody here needs them any more."""
         self._check_worker()
         under_way = self._push_under_way
         if gradients is not None:
@@ -380,28 +622,49 @@ class ParameterServer:
             raise ValueError(f"no gradient was given for {', '.join(missing)}")
         if lrs and len(lrs) <= max(part.group for part in self._setup.parts):
             raise ValueError(f"lrs must have one learning rate for each group of tensors, got {list(lrs)}")
-        self._stage_parts([index for index in range(len(self._setup.parts)) if index not in under_way.staged])
+        unstaged = [index for index in range(len(self._setup.parts)) if index not in under_way.staged]
+        self._stage_parts(unstaged, copy=copy)
+        for name, pushes in under_way.rows.items():
+            for index, rows, values in self._table_client.cut_push(name, pushes):
+                self._stage_piece(index, values, rows)
+        self.finish_step()  # the one before; these gradients are on their way meanwhile
         norm = math.sqrt(sum(under_way.squares[index] for index in sorted(under_way.squares)))
         self._step += 1
         self._push_under_way = _PushUnderWay(self._setup.parts)
         leases, self._open_leases = self._open_leases, []
         with self._changed:
             sends = self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs)
-        self._send(sends)
+        self._is_step_under_way = read
+        self._participant.send(sends)
 
-    def _stage_parts(self, indices: Iterable[int]) -> None:
+    def _stage_parts(self, indices: Iterable[int], *, copy: bool = True) -> None:
         """Send parts whose gradients are all there."""
-        under_way, step = self._push_under_way, self._step + 1
         for index in indices:
-            piece = self._setup.parts[index].gather(under_way.gradients)
-            if self._noise is not None:
-                self._noise.add_to(piece, self.rank, step, index)
-            if self._setup.clip_norm and self.mode != "sync":  # there the norm of the mean counts, which servers know
-                under_way.squares[index] = float(np.dot(piece, piece))
-            under_way.staged.add(index)
-            with self._changed:
-                sends = self._worker.stage(step, index, piece)
-            self._send(sends)
+            piece = self._setup.parts[index].gather(
+                self._push_under_way.gradients, copy=copy or self._noise is not None
+            )
+            self._stage_piece(index, piece)
+
+    def _stage_piece(self, index: int, piece: Array, rows: Array | None = None) -> None:
+        """Send the gradients of a part, or of some rows of a part of a table. They are this object's own memory, if
+        noise is added."""
+        under_way, step = self._push_under_way, self._step + 1
+        if self._noise is not None:
+            self._noise.add_to(piece, self._participant.number, step, index)
+        if self._setup.clip_norm and self.mode != "sync":  # there the norm of the mean counts, which servers know
+            under_way.squares[index] = float(np.dot(piece, piece))
+        under_way.staged.add(index)
+        payload = encode_values(piece, self._setup.compression)
+        if rows is not None:
+            payload = pack_arrays([rows, payload.reshape(len(rows), -1)])
+        with self._changed:
+            sends = self._worker.stage(step, index, payload)
+        self._participant.send(sends)
+
+    def _check_rows(self, table: str, rows: Array) -> Array:
+        if table not in self.tables:
+            raise ValueError(f"there is no table {table!r}")
+        return check_rows(table, self.tables[table], rows)
 
     def _check_gradients(self, gradients: Mapping[str, Array] | Sequence[Array]) -> list[Array]:
         if isinstance(gradients, Mapping):
@@ -426,20 +689,35 @@ class ParameterServer:
     def _is_stepped(self) -> bool:
         return self._has_read() and self._worker.committed_step == self._step
 
-    def _take_read(self) -> int:
-        """Write what was read to the parameters."""
-        with self._changed:
-            read = self._worker.read
-            assert read is not None and not read.missing
-            values, read.values = read.values, {}
-        for index, array in values.items():
-            self._setup.parts[index].scatter(array, self._flat)
-        return read.version
+    def _has_parts(self, parts: Collection[int]) -> bool:
+        """Whether these parts of the read are there, or in the parameters already."""
+        read = self._worker.read
+        return read is not None and read.missing.isdisjoint(parts)
+
+    def _has_much(self) -> bool:
+        read, parts = self._worker.read, self._setup.parts
+        return read is not None and sum(parts[index].num_bytes for index in read.values) >= TAKE_BYTES
+
+    def _read_until(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait, and write what has come of the read to the parameters meanwhile."""
+        is_over = False
+        while not is_over:
+            self._wait_until(lambda: is_done() or self._has_much(), what)
+            with self._changed:
+                is_over, read = is_done(), self._worker.read
+                assert read is not None
+                values = read.take()
+            for index, array in values.items():
+                part = self._setup.parts[index]
+                part.scatter(decode_values(array, part.dtype), self._flat)
+        if not read.missing:
+            self._version = read.version
+            self._table_client.begin_step(read.number, read.version)
 
     def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
         with self._changed:
             request, sends = self._worker.take_lease(epoch, num_samples, count)
-        self._send(sends)
+        self._participant.send(sends)
         leases, rejections = self._worker.leases, self._worker.rejections
         self._wait_until(lambda: request in leases or request in rejections, f"samples of epoch {epoch}")
         if request in rejections:
@@ -450,9 +728,9 @@ class ParameterServer:
         """Wait for answers of the servers. Servers that are silent for long are suspected."""
         deadline, ping_at_s = Deadline(self._group.operation_timeout_s), time.monotonic() + self._suspect_s / 2
         while True:
-            with self._changed:
+            with self._changed, _listed(self._participant.awaited, is_done):
                 while not is_done():
-                    self._check()
+                    self._participant.check()
                     if deadline.expired:
                         raise OperationTimeout(
                             f"{what} of rank {self.rank} was not answered within {deadline.timeout_s:g} s; the servers "
@@ -465,7 +743,7 @@ class ParameterServer:
                     return
                 sends = self._worker.ping()
                 ping_at_s = time.monotonic() + self._suspect_s / 2
-            self._send(sends)
+            self._participant.send(sends)
 
     def _check_worker(self) -> None:
         if not self.is_worker:
@@ -473,94 +751,14 @@ class ParameterServer:
         if self._worker.has_left:
             raise ValueError("the parameter server is closed")
 
-    def _check(self) -> None:
-        """Raise what has ended training."""
-        if self._worker.failure:
-            raise RondeError(
-                f"the parameter server cannot go on: {self._worker.failure}; start again from a checkpoint, or with "
-                "more servers and replicate=True"
-            )
-        error = self._error or self._mailbox.closed_error
-        if error is not None:
-            raise error
 
-    # --- in the thread of the mailbox ------------------------------------------------------------------------------
-
-    def _on_message(self, message: MailboxMessage) -> None:
-        self._may_handle.wait()
-        decoded, source, payload = decode(message.header), message.source, message.payload
-        is_for_workers = isinstance(decoded, FOR_WORKERS)
-        try:
-            if is_for_workers or isinstance(decoded, NewConfiguration):
-                with self._changed:
-                    sends = self._worker.handle(source, decoded, payload)
-                    self._changed.notify_all()
-                self._send(sends)
-            if self._server is not None and not is_for_workers:
-                self._carry_out(self._server.handle(source, decoded, payload, time.time()))
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _on_lost(self, rank: int, why: str) -> None:
-        self._may_handle.wait()
-        logger.info("rank %d: rank %d is gone (%s)", self.rank, rank, why)
-        if self._server is not None:
-            try:
-                self._carry_out(self._server.member_lost(rank, time.time()))
-            except BaseException as error:
-                self._fail(error)
-                raise
-
-    def _fail(self, error: BaseException) -> None:
-        """This rank cannot serve any more; its program learns why, and so do the others."""
-        reason = f"the server of rank {self.rank} has failed: {error!r}"
-        with self._changed:
-            self._error = RondeError(f"the parameter server cannot go on: {reason}")
-            self._changed.notify_all()
-        if not isinstance(error, RoundEnded):
-            failed = ServersFailed(self._worker.configuration.epoch, reason)
-            self._send(OutgoingMessage(rank, failed) for rank in self._group.ranks if rank != self.rank)
-
-    def _carry_out(self, actions: Iterable[Action]) -> None:
-        assert self._server is not None
-        for action in actions:
-            if isinstance(action, Propose):
-                self._decide(action.configuration)
-            else:
-                self._send((action,))
-        if self._server.is_ready:
-            self._is_served.set()
-        if self._server.failure and not self._worker.failure:
-            with self._changed:
-                self._worker.failure = self._server.failure
-                self._changed.notify_all()
-
-    def _decide(self, configuration: Configuration) -> None:
-        """The servers may disagree on who is lost: what the coordinator has heard first holds for all."""
-        assert self._server is not None
-        key = f"{self._mailbox.name} epoch {configuration.epoch}"
-        decided = msgspec.msgpack.decode(self._group.decide(key, encode(configuration)), type=Configuration)
-        logger.info("rank %d: servers %s from epoch %d on", self.rank, decided.servers, decided.epoch)
-        self._carry_out(self._server.adopt(decided, time.time()))
-        with self._changed:
-            message = NewConfiguration(decided.epoch, decided)
-            sends = self._worker.handle(self.rank, message, None)
-            self._changed.notify_all()
-        self._send(sends)
-
-    def _send(self, messages: Iterable[OutgoingMessage]) -> None:
-        """Send without waiting. What is lost with a rank is sent again to another one, when the servers have
-        changed."""
-        for to, message, payload in messages:
-            try:
-                self._mailbox.post(to, encode(message), payload, wait=False)
-            except PeerLost:
-                continue
-            except RoundEnded:
-                if self._worker.is_finished:
-                    return
-                raise
+@contextmanager
+def _listed(items: list[_T], item: _T) -> Iterator[None]:
+    items.append(item)
+    try:
+        yield
+    finally:
+        items.remove(item)
 
 
 def _check_array(name: str, array: Any) -> Array:
@@ -572,10 +770,12 @@ def _check_array(name: str, array: Any) -> Array:
     return array
 
 
-def _describe(description: tuple[Any, ...]) -> str:
-    tensors, mode, staleness, servers, workers, replicate, clip_norm = description
+def _describe(choices: _Choices, servers: Sequence[int] | int = (), workers: Sequence[int] = ()) -> str:
+    tensors = choices.tensors
     names = ", ".join(f"{tensor.name} {tensor.dtype}{list(tensor.shape)}" for tensor in tensors[:4])
     return (
-        f"{len(tensors)} tensors ({names}{', …' if len(tensors) > 4 else ''}), mode {mode!r}, staleness {staleness}, "
-        f"servers {list(servers)}, workers {list(workers)}, replicate {replicate}, clip_norm {clip_norm:g}"
+        f"{len(tensors)} tensors ({names}{', …' if len(tensors) > 4 else ''}), mode {choices.mode!r}, staleness "
+        f"{choices.staleness}, servers {servers if isinstance(servers, int) else list(servers)}, workers "
+        f"{list(workers)}, replicate {choices.replicate}, clip_norm {choices.clip_norm:g}, tables "
+        f"{list(choices.tables)}, delay_compensation {choices.delay_compensation:g}, compression {choices.compression}"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,9 +19,12 @@ Array: TypeAlias = NDArray[Any]
 
 MAX_PART_BYTES = 4 * 1024 * 1024
 MIN_PART_BYTES = 64 * 1024
-"""Smaller parts would cost more in messages than they gain in balance."""
-PARTS_PER_SERVER = 4
-"""At least so many, if they are not smaller than MIN_PART_BYTES: then servers can be loaded evenly."""
+"""Smaller parts would cost more in messages than they gain in balance: a small model is not on all servers."""
+USUAL_PART_BYTES = 512 * 1024
+"""Below it one part per server is enough: a message costs about as much as copying so many bytes."""
+PARTS_PER_SERVER = 16
+"""At least so many, if they are not smaller than USUAL_PART_BYTES: a server passes one on while the next arrives, and
+servers can be loaded evenly."""
 NO_BACKUP = -1
 
 
@@ -74,8 +77,14 @@ class Part:
             ends.append(ends[-1] + piece.stop - piece.start)
         return tuple(ends)
 
-    def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array]) -> Array:
-        """The elements of the part, in new memory."""
+    def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array], *, copy: bool = True) -> Array:
+        """The elements of the part, in new memory. Without `copy` it may be that of a tensor, if they are there one
+        behind the other."""
+        if not self.slices:
+            return np.zeros(0, self.dtype)
+        if not copy and len(self.slices) == 1:
+            piece = self.slices[0]
+            return flat_tensors[piece.tensor][piece.start : piece.stop]
         return np.concatenate([flat_tensors[piece.tensor][piece.start : piece.stop] for piece in self.slices])
 
     def scatter(self, values: Array, flat_tensors: Sequence[Array]) -> None:
@@ -84,13 +93,20 @@ class Part:
             flat_tensors[piece.tensor][piece.start : piece.stop] = values[start:stop]
 
 
+def choose_part_bytes(total_bytes: int, num_servers: int, max_bytes: int = MAX_PART_BYTES) -> int:
+    """How large a part may be."""
+    share = -(-total_bytes // num_servers)
+    usual = max(MIN_PART_BYTES, min(USUAL_PART_BYTES, share))
+    return min(max_bytes, max(usual, -(-share // PARTS_PER_SERVER)))
+
+
 def cut_into_parts(
     tensors: Sequence[TensorSpec], num_servers: int, *, max_bytes: int = MAX_PART_BYTES, keep_whole: bool = False
 ) -> tuple[Part, ...]:
     """Cut tensors into parts, in their order. Every element is in exactly one part, and no part has more than
     max_bytes, unless tensors are to be kept whole, as optimizers need it that look at norms of tensors."""
     total_bytes = sum(tensor.size * np.dtype(tensor.dtype).itemsize for tensor in tensors)
-    limit_bytes = min(max_bytes, max(MIN_PART_BYTES, -(-total_bytes // (num_servers * PARTS_PER_SERVER))))
+    limit_bytes = choose_part_bytes(total_bytes, num_servers, max_bytes)
     parts: list[Part] = []
     slices: list[TensorSlice] = []
     room = 0
@@ -120,6 +136,13 @@ def cut_into_parts(
             start = stop
     end_part()
     return tuple(parts)
+
+
+class Sized(Protocol):
+    """A part of anything."""
+
+    @property
+    def num_bytes(self) -> int: ...
 
 
 class Configuration(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -156,7 +179,7 @@ class PartsLost(Exception):
         super().__init__(f"{len(self.parts)} parts were only on servers {self.servers}")
 
 
-def make_configuration(parts: Sequence[Part], servers: Iterable[int], *, replicate: bool = True) -> Configuration:
+def make_configuration(parts: Sequence[Sized], servers: Iterable[int], *, replicate: bool = True) -> Configuration:
     """The configuration of the first epoch: the largest part first, each to the server that has the fewest bytes."""
     ranks = tuple(servers)
     if not ranks:
@@ -171,12 +194,19 @@ def make_configuration(parts: Sequence[Part], servers: Iterable[int], *, replica
     return Configuration(1, ranks, tuple(primaries), tuple(backups))
 
 
-def remove_servers(configuration: Configuration, lost: Collection[int], parts: Sequence[Part]) -> Configuration:
-    """The configuration of the next epoch, without these servers. The backups of their parts become primaries, and
-    parts that had a backup and have none now get another one if there is a server for it. Raises PartsLost."""
+def change_servers(
+    configuration: Configuration,
+    parts: Sequence[Sized],
+    *,
+    lost: Collection[int] = (),
+    added: Iterable[int] = (),
+    replicate: bool = True,
+) -> Configuration:
+    """The configuration of the next epoch, without the lost servers and with those that were added, behind the others.
+    The backups of lost primaries become primaries. With `replicate`, parts that have no backup get one, if there is a
+    server for it. Raises PartsLost."""
     servers = tuple(rank for rank in configuration.servers if rank not in lost)
     primaries, backups = list(configuration.primaries), list(configuration.backups)
-    replicated = [backup != NO_BACKUP for backup in backups]
     gone: list[int] = []
     for index in range(len(primaries)):
         living = [rank for rank in configuration.replicas_of(index) if rank in servers]
@@ -186,12 +216,13 @@ def remove_servers(configuration: Configuration, lost: Collection[int], parts: S
         primaries[index], backups[index] = living[0], living[1] if len(living) > 1 else NO_BACKUP
     if gone or not servers:
         raise PartsLost(gone, lost)
-    if len(servers) > 1 and any(replicated):
+    servers = (*servers, *(rank for rank in added if rank not in servers))
+    if len(servers) > 1 and replicate:
         _add_backups(parts, servers, primaries, backups)
     return Configuration(configuration.epoch + 1, servers, tuple(primaries), tuple(backups))
 
 
-def _add_backups(parts: Sequence[Part], servers: Sequence[int], primaries: list[int], backups: list[int]) -> None:
+def _add_backups(parts: Sequence[Sized], servers: Sequence[int], primaries: list[int], backups: list[int]) -> None:
     """Give each part that has no backup one on another server than its primary, by bytes."""
     loads = dict.fromkeys(servers, 0)
     for index, part in enumerate(parts):

@@ -36,6 +36,16 @@ class StagePart(ServerMessage, frozen=True):
     part: int
 
 
+class GetRows(ServerMessage, frozen=True):
+    """The worker wants rows of a part of a table, for its primary. The numbers of the rows within the part are its
+    payload. It may come ahead of the read that it belongs to, and then waits for it."""
+
+    request: int
+    read: int
+    """The rows are those that this read of the worker would have got, with the other parameters."""
+    part: int
+
+
 class Submit(ServerMessage, frozen=True):
     """An entry for the log, for the sequencer. A worker submits again what was not answered when the epoch changes."""
 
@@ -68,6 +78,16 @@ class PartValues(ServerMessage, frozen=True):
     read: int
     part: int
     version: int
+
+
+class RowValues(ServerMessage, frozen=True):
+    """Rows of a part of a table, in the order in which they were asked for."""
+
+    request: int
+    read: int
+    part: int
+    version: int
+    """That of the read, or a newer one if the read is so old that it was dropped."""
 
 
 class Committed(ServerMessage, frozen=True):
@@ -145,11 +165,20 @@ class NewConfiguration(ServerMessage, frozen=True):
     configuration: Configuration
 
 
+NO_LOG = -1
+
+
 class LogTail(ServerMessage, frozen=True):
     """Answer of a server to NewConfiguration: what it has of the log that others may lack."""
 
     position: int
+    """NO_LOG of a server that has been added, and needs a ServerState first."""
     records: tuple[LogRecord, ...]
+
+
+class ServerState(ServerMessage, frozen=True):
+    """What the log says up to a position, from the sequencer to a server that has been added. The payload is a LogState
+    that is pickled and signed."""
 
 
 class RequestCopy(ServerMessage, frozen=True):
@@ -168,7 +197,7 @@ class PartCopy(ServerMessage, frozen=True):
     """By worker, the last step of it that is in the values."""
 
 
-FOR_WORKERS = (PartStaged, PartValues, Committed, LeaseGranted, Rejected, Pong, Finished, ServersFailed)
+FOR_WORKERS = (PartStaged, PartValues, RowValues, Committed, LeaseGranted, Rejected, Pong, Finished, ServersFailed)
 """What workers get. All other messages are for servers, and NewConfiguration is for both."""
 
 

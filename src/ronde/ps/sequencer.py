@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from ronde.ps.commit_log import Entry, LogRecord, LogState, RemoveWorker, Reply, ReplyCommitted, ReplyLease
 from ronde.ps.partition import NO_BACKUP, Configuration
 from ronde.ps.protocol import (
+    NO_LOG,
     Append,
     Appended,
     Committed,
@@ -32,9 +33,9 @@ class LogReplica:
     def __init__(self, rank: int, configuration: Configuration, members: Iterable[int], state: LogState) -> None:
         self._rank = rank
         self._configuration = configuration
-        self._members = tuple(members)
-        """The ranks of all workers and servers."""
-        self._state = state
+        self.members = tuple(members)
+        """The ranks of all workers and servers that are there."""
+        self.state = state
         self.received = 0
         """The last position that this server has."""
         self.ready: deque[LogRecord] = deque()
@@ -46,6 +47,8 @@ class LogReplica:
         """Of the sequencer: by server, the position up to which it has the log."""
         self._collecting: set[int] = set()
         """Of a sequencer that takes over: the servers whose part of the log is still to come."""
+        self._newcomers: set[int] = set()
+        """Of the sequencer: servers that have been added, and have no state yet."""
         self._waiting: deque[Entry] = deque()
         """What was submitted meanwhile."""
         self._submitted: dict[int, int] = {}
@@ -75,8 +78,8 @@ class LogReplica:
         if self._collecting:
             self._waiting.append(entry)
             return []
-        if self._state.is_known(entry):
-            reply = self._state.reply_again(entry)
+        if self.state.is_known(entry):
+            reply = self.state.reply_again(entry)
             return [] if reply is None else [self.make_reply(reply)]
         if entry.request and entry.request <= self._submitted.get(entry.worker, 0):
             return []  # it is answered when it is committed
@@ -132,6 +135,21 @@ class LogReplica:
     def _append(self, to: int, records: tuple[LogRecord, ...]) -> OutgoingMessage:
         return OutgoingMessage(to, Append(self._configuration.epoch, records, self._stable))
 
+    def take_newcomers(self) -> list[int]:
+        """Of the sequencer: the servers that have to get the state, all of what is committed, from its owner now."""
+        if self._collecting:
+            return []
+        newcomers, self._newcomers = sorted(self._newcomers), set()
+        return newcomers
+
+    def follow_state(self, server: int, position: int) -> list[OutgoingMessage]:
+        """A server was sent the state as of this position; return what it needs of the log behind that."""
+        self._acknowledged[server] = position
+        backup = self._configuration.sequencer_backup
+        until = self.received if server == backup else self._committed
+        missing = tuple(record for record in self._records if position < record.position <= until)
+        return [self._append(server, missing)] if missing else []
+
     # --- all servers -----------------------------------------------------------------------------------------------
 
     def on_append(self, message: Append) -> list[OutgoingMessage]:
@@ -140,6 +158,11 @@ class LogReplica:
         self._drop_until(min(message.stable, self.received))
         appended = Appended(self._configuration.epoch, self.received)
         return [OutgoingMessage(self._configuration.sequencer, appended)]
+
+    def begin_at(self, position: int) -> list[OutgoingMessage]:
+        """Of a server that has been added: it has the state as of this position."""
+        self.received = position
+        return [OutgoingMessage(self._configuration.sequencer, Appended(self._configuration.epoch, position))]
 
     def _add(self, records: Iterable[LogRecord]) -> None:
         """Add what is new, without a gap; records come in order, perhaps more than once."""
@@ -155,14 +178,15 @@ class LogReplica:
 
     # --- a new configuration ---------------------------------------------------------------------------------------
 
-    def adopt(self, configuration: Configuration, now_s: float) -> list[OutgoingMessage]:
+    def adopt(self, configuration: Configuration, now_s: float, *, has_state: bool = True) -> list[OutgoingMessage]:
         """The servers have changed. The new sequencer tells all members, and collects the log; so does one that stays
         the sequencer, since its backup may be another one. The others send it what they have."""
         was_sequencer = self.is_sequencer
         self._configuration = configuration
-        self._collecting = set()
+        self._collecting, self._newcomers = set(), set()
         if not self.is_sequencer:
-            tail = LogTail(configuration.epoch, self.received, tuple(self._records))
+            position = self.received if has_state else NO_LOG
+            tail = LogTail(configuration.epoch, position, tuple(self._records))
             return [OutgoingMessage(configuration.sequencer, tail)]
         if not was_sequencer:
             self._committed = self.received  # its sequencer had sent it all of that
@@ -170,7 +194,7 @@ class LogReplica:
         self._acknowledged = dict.fromkeys(configuration.servers, 0)
         self._collecting = {rank for rank in configuration.servers if rank != self._rank}
         message = NewConfiguration(configuration.epoch, configuration)
-        sends = [OutgoingMessage(rank, message) for rank in self._members if rank != self._rank]
+        sends = [OutgoingMessage(rank, message) for rank in self.members if rank != self._rank]
         return [*sends, *self._end_collecting(now_s)]
 
     def on_log_tail(self, server: int, message: LogTail, now_s: float) -> list[OutgoingMessage]:
@@ -178,7 +202,10 @@ class LogReplica:
         if server not in self._collecting:
             return []
         self._collecting.discard(server)
-        self._acknowledged[server] = message.position
+        if message.position == NO_LOG:
+            self._newcomers.add(server)
+        else:
+            self._acknowledged[server] = message.position
         had = self.received
         self._add(message.records)  # committed by the sequencer before
         if self.received > had:
@@ -194,7 +221,7 @@ class LogReplica:
         for rank, position in self._acknowledged.items():
             until = self.received if rank == backup else self._committed
             missing = tuple(record for record in self._records if position < record.position <= until)
-            if missing and rank != self._rank:
+            if missing and rank != self._rank and rank not in self._newcomers:
                 sends.append(self._append(rank, missing))
         for record in self._records:
             entry = record.entry

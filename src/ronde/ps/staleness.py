@@ -120,6 +120,10 @@ class Clocks:
         first = max(self.clocks.values(), default=0)
         self.clocks = dict.fromkeys(self.clocks, first)
 
+    def add(self, worker: int) -> None:
+        """Another worker is there, and has come as far as the slowest."""
+        self.clocks[worker] = self.slowest
+
     def remove(self, worker: int) -> None:
         """The worker has left or is lost. Nobody waits for it any more. Idempotent."""
         for by_worker in (self.clocks, self._last_push_s, self._step_times_s, self._waiting_since_s):

@@ -7,18 +7,19 @@ anew, because the parts that are missing can no longer be had in its version.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from ronde.errors import ProtocolError
-from ronde.ps.commit_log import BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
+from ronde.ps.commit_log import AddWorker, BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
 from ronde.ps.leases import Lease
 from ronde.ps.partition import Array, Configuration
 from ronde.ps.protocol import (
     Committed,
     Finished,
+    GetRows,
     LeaseGranted,
     NewConfiguration,
     OutgoingMessage,
@@ -27,6 +28,7 @@ from ronde.ps.protocol import (
     Ping,
     Pong,
     Rejected,
+    RowValues,
     ServerMessage,
     ServersFailed,
     StagePart,
@@ -57,12 +59,39 @@ class PendingRead:
     """Whether the values of a part are followed by the states of the optimizer."""
     version: int = -1
     values: dict[int, Array] = field(default_factory=dict)
+    """By part, what has come and was not taken."""
+
+    @property
+    def untaken(self) -> set[int]:
+        """The parts that have not come, and those that nobody has taken."""
+        return self.missing | self.values.keys()
+
+    def take(self) -> dict[int, Array]:
+        """What has come and was not taken before."""
+        values, self.values = self.values, {}
+        return values
+
+
+@dataclass(slots=True)
+class PendingRows:
+    """Rows of a table that were asked for, until those of all its parts have come."""
+
+    read: int
+    """The read that they belong to."""
+    rows: dict[int, Array]
+    """By part, the numbers of the rows within it."""
+    missing: set[int]
+    """The parts whose rows have not come."""
+    values: dict[int, Array] = field(default_factory=dict)
+    versions: set[int] = field(default_factory=set)
+    """That the values have: one, unless the read is so old that servers have dropped its version."""
 
 
 class WorkerCore:
     """One worker. Its owner calls stage(), commit() and so on, and gives it the messages; both return what to send."""
 
-    def __init__(self, rank: int, num_parts: int, configuration: Configuration) -> None:
+    def __init__(self, rank: int, num_parts: int, configuration: Configuration, num_table_parts: int = 0) -> None:
+        """Each push and read has all of num_parts; of the parts of tables, which are numbered behind them, some."""
         self.rank = rank
         self.configuration = configuration
         self.failure = ""
@@ -79,11 +108,17 @@ class WorkerCore:
         """By request, leases that were granted and not taken by the owner."""
         self.rejections: dict[int, str] = {}
         """By request, why it cannot be done."""
+        self.has_joined = False
+        """Of a worker that comes later: whether the log knows it."""
         self.has_left = False
         """Whether the log knows that this worker has left."""
         self.read: PendingRead | None = None
         """The newest read; it is complete when nothing is missing."""
         self._num_parts = num_parts
+        self._num_table_parts = num_table_parts
+        self.row_requests: dict[int, PendingRows] = {}
+        """By request, those that the owner has not taken."""
+        self._last_row_request = 0
         self._pushes: dict[int, PendingPush] = {}
         """By step, those that are not committed."""
         self._submitted: dict[int, Entry] = {}
@@ -113,7 +148,7 @@ class WorkerCore:
     ) -> list[OutgoingMessage]:
         """All parts of the step were given to stage(): commit them when they are staged, and read what follows."""
         push = self._pushes[step]
-        assert len(push.gradients) == self._num_parts, "a push has all parts"
+        assert sum(part < self._num_parts for part in push.gradients) == self._num_parts, "a push has all parts"
         number = self._new_read() if read else 0
         push.entry = CommitPush(self.rank, 0, step, number, tuple(leases), norm, tuple(lrs))
         return self._submit_staged()
@@ -122,10 +157,26 @@ class WorkerCore:
         """Read the parameters without a push."""
         return [self._submit(BeginRead(self.rank, 0, self._new_read(with_states), with_states))]
 
+    @property
+    def next_read(self) -> int:
+        """The number of the read that begins next."""
+        return self._last_read + 1
+
+    def get_rows(self, read: int, rows: Mapping[int, Array]) -> tuple[int, list[OutgoingMessage]]:
+        """Ask for rows of a table, by part, as of a read: the last one, or the next. Return the number of the request,
+        under which `row_requests` gets them."""
+        self._last_row_request += 1
+        self.row_requests[self._last_row_request] = PendingRows(read, dict(rows), set(rows))
+        return self._last_row_request, self._row_messages(self._last_row_request)
+
     def take_lease(self, epoch: int, num_samples: int, count: int) -> tuple[int, list[OutgoingMessage]]:
         """Ask for samples. Return the number of the request, under which `leases` gets them."""
         send = self._submit(TakeLease(self.rank, 0, epoch, num_samples, count))
         return self._last_request, [send]
+
+    def join(self) -> list[OutgoingMessage]:
+        """This worker comes later than the others. Nothing else may be asked for until it has joined."""
+        return [self._submit(AddWorker(self.rank, 0))]
 
     def leave(self) -> list[OutgoingMessage]:
         """This worker pushes and reads nothing any more."""
@@ -152,6 +203,8 @@ class WorkerCore:
             return self._on_staged(message)
         if isinstance(message, PartValues):
             self._on_values(message, payload)
+        elif isinstance(message, RowValues):
+            self._on_rows(message, payload)
         elif isinstance(message, Committed):
             self._on_committed(message)
         elif isinstance(message, LeaseGranted):
@@ -179,7 +232,7 @@ class WorkerCore:
         read = self.read
         if read is None or message.read != read.number or message.part not in read.missing or values is None:
             return
-        if read.values and message.version != read.version:
+        if read.version >= 0 and message.version != read.version:
             raise ProtocolError(
                 f"rank {self.rank} reads version {read.version} of the parameters, and got part {message.part} of "
                 f"version {message.version}"
@@ -195,6 +248,14 @@ class WorkerCore:
                 if not (isinstance(entry, BeginRead) and entry.read <= read.number)
             }
 
+    def _on_rows(self, message: RowValues, values: Array | None) -> None:
+        pending = self.row_requests.get(message.request)
+        if pending is None or message.read != pending.read or message.part not in pending.missing or values is None:
+            return  # of a read that has begun anew, or a second time
+        pending.missing.discard(message.part)
+        pending.values[message.part] = values
+        pending.versions.add(message.version)
+
     def _on_committed(self, message: Committed) -> None:
         entry = self._submitted.pop(message.request, None)
         self.version = max(self.version, message.version)
@@ -202,6 +263,8 @@ class WorkerCore:
             self.committed_step = max(self.committed_step, entry.step)
             self.staleness = message.staleness
             self._pushes.pop(entry.step, None)
+        elif isinstance(entry, AddWorker):
+            self.has_joined = True
         elif isinstance(entry, RemoveWorker):
             self.has_left = True
 
@@ -211,9 +274,19 @@ class WorkerCore:
         message = StagePart(self.configuration.epoch, self.rank, step, part)
         return OutgoingMessage(self.configuration.primaries[part], message, gradient)
 
+    def _row_messages(self, request: int) -> list[OutgoingMessage]:
+        epoch, pending = self.configuration.epoch, self.row_requests[request]
+        return [
+            OutgoingMessage(
+                self.configuration.primaries[part], GetRows(epoch, request, pending.read, part), pending.rows[part]
+            )
+            for part in sorted(pending.missing)
+        ]
+
     def _new_read(self, with_states: bool = False) -> int:
         self._last_read += 1
-        self.read = PendingRead(self._last_read, set(range(self._num_parts)), with_states)
+        num_parts = self._num_parts + with_states * self._num_table_parts
+        self.read = PendingRead(self._last_read, set(range(num_parts)), with_states)
         return self._last_read
 
     def _submit(self, entry: Entry) -> OutgoingMessage:
@@ -260,5 +333,14 @@ class WorkerCore:
             self._submitted[request] = entry
             sends.append(self._submit_message(entry))
         if reads_again and not (waiting_push is not None and waiting_push.entry and waiting_push.entry.read):
+            assert self.read is not None
+            before = self.read.number
             sends += self.begin_read(with_states=with_states)
+            for pending in self.row_requests.values():  # that were asked for ahead of the read
+                if pending.read == before:
+                    pending.read, pending.missing = self.read.number, set(pending.rows)
+                    pending.values.clear()
+                    pending.versions.clear()
+        for request in self.row_requests:
+            sends += self._row_messages(request)
         return sends

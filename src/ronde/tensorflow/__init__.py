@@ -12,6 +12,7 @@ The guide is docs/guides/tensorflow.md.
 from __future__ import annotations
 
 import ronde.tensorflow.elastic_state  # noqa: F401 - registers the parts of an elastic State
+from ronde.tensorflow.async_optimizer import AsyncVariableOptimizer as AsyncOptimizer
 from ronde.tensorflow.broadcast_state import allgather_object, broadcast_object, broadcast_variables
 from ronde.tensorflow.collectives import (
     allgather,
@@ -35,6 +36,7 @@ from ronde.training.graph_errors import find_error
 from ronde.training.metrics import average_metrics
 
 __all__ = [
+    "AsyncOptimizer",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "GradientSettings",

@@ -124,9 +124,9 @@ def variable_names(variables: Sequence[Any]) -> list[str]:
 
 
 def _stable_name(name: str) -> str:
-    """The name without the numbers that Keras gives to layers: they depend on what else a process has built, so that
-    they may differ between ranks."""
-    return re.sub(r"_\d+(?=/|$)", "", name)
+    """The layer and the variable of a path, without the numbers that Keras gives to layers: they depend on what else a
+    process has built. And a model that was loaded from a file has shorter paths than one that was made."""
+    return "/".join(re.sub(r"_\d+(?=/|$)", "", name).split("/")[-2:])
 
 
 def _check_codec(codec: str | None) -> Any:

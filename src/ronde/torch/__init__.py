@@ -35,8 +35,10 @@ from ronde.torch.collectives import (
 )
 from ronde.torch.elastic_sampler import ElasticBatchSampler
 from ronde.torch.learning_rate import cosine, milestones, scale_lr, warmup
+from ronde.torch.local_sgd import LocalSGD
 from ronde.torch.optimizer import Distributed, DistributedOptimizer
 from ronde.torch.sampler import ShardedSampler
+from ronde.torch.sharded_embedding import ShardedEmbedding
 from ronde.torch.stream_dataset import StreamDataset
 from ronde.torch.sync_check import SyncCheck, check_in_sync
 from ronde.torch.tensors import TensorWork
@@ -51,8 +53,10 @@ __all__ = [
     "DistributedOptimizer",
     "ElasticBatchSampler",
     "GradientSettings",
+    "LocalSGD",
     "OutOfSync",
     "Restored",
+    "ShardedEmbedding",
     "ShardedSampler",
     "StreamDataset",
     "SyncBatchNorm",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
-from ronde.ps import SGD, Adagrad, Adam, AdamW, GradientNoise, ParameterServer, RMSProp
+from ronde.ps import SGD, Adagrad, Adam, AdamW, EmbeddingTable, GradientNoise, ParameterServer, RMSProp
 from ronde.ps import Optimizer as ServerOptimizer
+from ronde.torch.sharded_embedding import ShardedEmbedding
 
 KNOWN: dict[type[Optimizer], tuple[Callable[..., ServerOptimizer], tuple[str, ...]]] = {
     torch.optim.SGD: (SGD, ("momentum", "dampening", "weight_decay", "nesterov")),
@@ -34,10 +36,15 @@ class AsyncOptimizer(Optimizer):
     It takes SGD, Adam, AdamW, Adagrad and RMSprop of PyTorch, or, as `server_optimizer`, one of ronde.ps for the
     parameters of any. Their state is on the servers. Learning rates are read from `param_groups` in every step, so
     schedulers work. `mode`, `staleness`, `servers`, `workers`, `replicate` and `clip_norm` are those of
-    ronde.ps.ParameterServer, and `noise` is a ronde.ps.GradientNoise.
+    ronde.ps.ParameterServer, and so are `delay_compensation`, `compression` and `state`; `noise` is a
+    ronde.ps.GradientNoise. The rows of a ShardedEmbedding are read and pushed as they are used.
 
     With `overlap`, gradients are sent while the backward pass runs. Then a step has one backward pass, and nothing may
     change gradients after it; an error says so. Parameters without a gradient are pushed with zeros.
+
+    With `module`, the model that has the parameters, step() does not wait: parameters are read while the forward pass
+    runs, and each layer waits for its own before its forward(). Code that uses parameters outside of a forward() calls
+    finish_step() before.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class AsyncOptimizer(Optimizer):
         server_optimizer: ServerOptimizer | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         overlap: bool = False,
+        module: nn.Module | None = None,
         group: Group | None = None,
         **options: Any,  # of ParameterServer
     ) -> None:
@@ -58,14 +66,20 @@ class AsyncOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         given = {id(parameter): name for name, parameter in named_parameters or ()}
         self._named: dict[str, Tensor] = {}
+        self._embeddings: dict[str, ShardedEmbedding] = {}
+        tables: dict[str, EmbeddingTable] = {}
         groups: dict[str, int] = {}
         for number, param_group in enumerate(self.param_groups):
             for index, parameter in enumerate(param_group["params"]):
                 if parameter.requires_grad:
                     name = given.get(id(parameter), f"{number}.{index}")
+                    embedding = getattr(parameter, "ronde_embedding", None)
+                    if embedding is not None:
+                        self._embeddings[name], tables[name] = embedding, embedding.make_table(number)
+                        continue
                     self._named[name] = parameter
                     groups[name] = number
-        arrays = {name: _as_array(name, parameter) for name, parameter in self._named.items()}
+        arrays = {name: parameter_array(name, parameter) for name, parameter in self._named.items()}
         self._learns_lr = server_optimizer is None
         """Whether the learning rates of param_groups count."""
         self.server = ParameterServer(
@@ -75,16 +89,23 @@ class AsyncOptimizer(Optimizer):
             staleness=staleness,
             noise=noise,
             groups=groups,
+            tables=tables,
             group=group,
             **options,
         )
         """The parameter server: its version, staleness and servers."""
+        for name, embedding in self._embeddings.items():
+            embedding.attach(self.server, name)
         self._staged: dict[str, tuple[int, int]] = {}
         """By name, gradients that were sent in the backward pass: the identity of the tensor, and its version."""
         self._hooks: list[RemovableHandle] = []
         if overlap:
             for name, parameter in self._named.items():
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(name)))
+        self._is_lazy = module is not None
+        """Whether layers wait for their own parameters."""
+        if module is not None:
+            self._add_forward_hooks(module)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, and read the parameters for the next step. In "async" mode it waits for no other worker.
@@ -93,7 +114,13 @@ class AsyncOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        lrs = [float(each["lr"]) for each in self.param_groups] if self._learns_lr else []
+        for embedding in self._embeddings.values():
+            embedding.stage_gradients()
         staged, self._staged = self._staged, {}
+        if not staged and not self._is_lazy:
+            self.server.step([_gradient_array(parameter) for parameter in self._named.values()], lrs=lrs)
+            return loss
         for name, parameter in self._named.items():
             gradient = parameter.grad
             if name in staged:
@@ -104,9 +131,20 @@ class AsyncOptimizer(Optimizer):
                     )
                 continue
             self.server.stage(name, _gradient_array(parameter))
-        lrs = [float(each["lr"]) for each in self.param_groups] if self._learns_lr else []
-        self.server.step(lrs=lrs)
+        self.server.start_step(lrs=lrs)
+        if not self._is_lazy:
+            self.server.finish_step()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as PyTorch's optimizers do, also those of rows of a ShardedEmbedding."""
+        super().zero_grad(set_to_none)
+        for embedding in self._embeddings.values():
+            embedding.drop_gradients()
+
+    def finish_step(self) -> None:
+        """Wait until the parameters are those of the last step, all of one version."""
+        self.server.finish_step()
 
     def samples(self, num_samples: int, batch_size: int, *, epoch: int = 0) -> Iterator[Tensor]:
         """Yield indices of samples to train on, until every sample of the epoch is used exactly once by some worker.
@@ -124,6 +162,23 @@ class AsyncOptimizer(Optimizer):
             hook.remove()
         self._hooks.clear()
         self.server.close()
+
+    def _add_forward_hooks(self, module: nn.Module) -> None:
+        """Let each layer wait for its parameters, also those that layers share."""
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        found: set[str] = set()
+        for layer in module.modules():
+            own = [names[id(each)] for each in layer.parameters(recurse=False) if id(each) in names]
+            if own:
+                self._hooks.append(layer.register_forward_pre_hook(partial(self._wait_for_layer, own)))
+                found.update(own)
+        missing = [name for name in self._named if name not in found]
+        if missing:
+            raise ValueError(f"module does not have the parameter {missing[0]}, so nobody would wait for it")
+
+    def _wait_for_layer(self, names: Sequence[str], *_: object) -> None:
+        for name in names:
+            self.server.wait_for(name)
 
     def _make_hook(self, name: str) -> Callable[[Tensor], None]:
         def send(parameter: Tensor) -> None:
@@ -162,7 +217,8 @@ def make_server_optimizer(optimizer: Optimizer) -> ServerOptimizer:
     return make(lr=lr, groups=others, **first)
 
 
-def _as_array(name: str, parameter: Tensor) -> Array:
+def parameter_array(name: str, parameter: Tensor) -> Array:
+    """The memory of a parameter as an array."""
     if parameter.device.type != "cpu":
         raise TypeError(f"parameter {name} is on {parameter.device}; a parameter server takes those on the CPU")
     array: Array = parameter.detach().numpy()

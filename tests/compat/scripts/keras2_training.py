@@ -67,6 +67,28 @@ for passes, expected in ((1, [-1.5, -3.0]), (2, [-0.0, -3.0])):
         found.append(float(weight.numpy()[0]))
     assert found == expected, found
 
+# Under mixed_float16 compile() puts a loss scale around it: a gradient of one rank that is not finite counts on all.
+tf.keras.mixed_precision.set_global_policy("mixed_float16")
+scaled = make_model()
+scaled.compile(hvd.DistributedOptimizer(optimizers.SGD(0.01)), "mse")
+tf.keras.mixed_precision.set_global_policy("float32")
+fit(scaled, 1)
+before, scale = scaled.get_weights(), float(scaled.optimizer.loss_scale)
+broken = np.full((4, 4), np.inf if hvd.rank() == 1 else 1.0, np.float32)
+scaled.train_on_batch(broken, np.ones((4, 1), np.float32))
+np.testing.assert_array_equal(scaled.get_weights()[0], before[0])
+assert float(scaled.optimizer.loss_scale) == scale / 2
+assert_equal_on_all_ranks(scaled)
+
+# A rank that has more batches would wait for the other one.
+x = np.ones((8 + 4 * hvd.rank(), 4), np.float32)
+try:
+    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+except ValueError as error:
+    assert "different numbers of batches" in str(error)
+else:
+    raise AssertionError("fit() has not noticed that the ranks have different numbers of batches")
+
 # What Keras 3 has removed.
 old = hvd.DistributedOptimizer(optimizers.SGD(lr=0.5))
 backend = tf.keras.backend

@@ -16,6 +16,7 @@ import pytest
 
 import ronde
 import ronde.jax as rj
+import ronde.ps
 from ronde.errors import CheckpointError, OutOfSync
 
 ROWS = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
@@ -237,3 +238,32 @@ def check_data_and_metrics() -> None:
         rj.shard((np.ones(3), np.ones(4)), global_batch=2)
     found = rj.average_metrics({"loss": jnp.asarray(float(ronde.rank()))}, count=1 + 2 * ronde.rank())
     assert found == {"loss": 0.75}
+
+
+def check_a_parameter_server_in_sync_mode_trains_as_the_mean_of_all_gradients_does() -> None:
+    mine = ROWS.reshape(4, 2, 4, 4)[:, ronde.rank()]
+    optimizer = rj.AsyncOptimizer(make_parameters(), ronde.ps.SGD(lr=0.1), mode="sync")
+    alone, params = train(optax.sgd(0.1), ROWS), optimizer.params
+    gradients_of = jax.jit(jax.grad(compute_loss))
+    for rows in mine:
+        params = optimizer.step(gradients_of(params, rows))
+    for name in alone:
+        np.testing.assert_allclose(params[name], alone[name], rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="must have the structure of the parameters"):
+        optimizer.step({"w": params["w"]})
+    optimizer.close()
+
+
+def check_asynchronous_training_learns_with_every_sample_used_once() -> None:
+    start = jax.tree.map(lambda leaf: leaf + ronde.rank(), make_parameters())  # those of rank 0 count
+    optimizer = rj.AsyncOptimizer(start, ronde.ps.SGD(lr=0.05), mode="async")
+    np.testing.assert_array_equal(optimizer.params["w"], make_parameters()["w"])
+    gradients_of, num_used = jax.jit(jax.grad(compute_loss)), 0
+    for epoch in range(30):
+        for indices in optimizer.samples(len(ROWS), 4, epoch=epoch):
+            optimizer.step(gradients_of(optimizer.params, ROWS[indices]))
+            num_used += len(indices)
+    ronde.barrier()
+    assert compute_loss(optimizer.pull(), ROWS) < 0.2
+    assert sum(ronde.objects.allgather(num_used)) == 30 * len(ROWS)
+    optimizer.close()

@@ -11,8 +11,10 @@ import keras
 import ronde
 import ronde.keras
 from ronde.keras import DistributedOptimizer
+from ronde.keras.callbacks import BroadcastInitialState
 from ronde.keras.optimizer import DistributedBase
 from tests.jobs.keras_checks.common import (
+    LOSS,
     SHARE,
     assert_close,
     assert_same_on_all_ranks,
@@ -46,6 +48,21 @@ def check_a_loaded_model_trains_on_as_if_it_had_not_been_saved() -> None:
             fit_on(each, SHARE, mine)
         assert_close(weights(loaded), weights(model), rtol=1e-6, atol=1e-7)
         assert_same_on_all_ranks(weights(loaded))
+
+
+def check_rank_0_may_load_a_model_alone() -> None:
+    model = perceptron()
+    fit(model, DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    if ronde.rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(Path(folder) / "model.keras")
+            other = ronde.keras.load_model(Path(folder) / "model.keras")
+    else:
+        other = perceptron(seed=9)
+        other.compile(DistributedOptimizer(keras.optimizers.Adam(0.01)), LOSS)
+    fit_on(other, SHARE, mine, callbacks=[BroadcastInitialState()])
+    fit_on(model, SHARE, mine)
+    assert_close(weights(other), weights(model), rtol=1e-6, atol=1e-7)
 
 
 def check_a_model_without_an_optimizer_is_loaded() -> None:

@@ -144,6 +144,8 @@ def what_cannot_be_used_is_refused_in_words() -> None:
             rm.allreduce(sparse, wait=wait)
         with pytest.raises(TypeError, match=r"arrays of MXNet, got a ndarray; use mx\.nd\.array"):
             rm.allreduce(np.ones(3), wait=wait)
+        with pytest.raises(TypeError, match=r"arrays of MXNet, got a NoneType"):
+            rm.allreduce(None, wait=wait)
         with pytest.raises(ValueError, match=r"out is float32\[3\], but the result is float32\[2\]"):
             rm.allreduce(mx.nd.ones((2,)), out=mx.nd.ones((3,)), wait=wait)
 

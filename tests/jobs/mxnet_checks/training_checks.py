@@ -11,6 +11,7 @@ from mxnet import autograd, gluon
 
 import ronde
 import ronde.mxnet as rm
+import ronde.ps
 from ronde.errors import Mismatch, OutOfSync
 from ronde.mxnet.gradients import ThresholdWire
 from tests.jobs.mxnet_checks.checks import check, error_of, expect_equal_on_all, runs_in_engine, slow_zeros
@@ -95,7 +96,8 @@ def compressed_gradients_train_too() -> None:
         ("zip", "one of none, fp16, 2bit, got 'zip'"),
         ({"type": "2bit", "bits": 2}, "has no option 'bits'"),
         ({"compressor": "topk"}, "has no option 'compressor'"),
-        ({"type": "2bit", "threshold": 0}, "must be above 0"),
+        ({"type": "2bit", "threshold": 0}, "must be a number above 0"),
+        ({"type": "2bit", "threshold": "half"}, "must be a number above 0, got 'half'"),
     ):
         with pytest.raises(ValueError, match=words):
             rm.DistributedTrainer(make_net(7).collect_params(), "sgd", compression=wrong)
@@ -392,3 +394,31 @@ def every_sample_belongs_to_one_rank() -> None:
             assert batches.num_samples in (4, 2)
     everybody = sorted(each for rank in ronde.objects.allgather(seen) for each in rank)
     assert everybody == sorted([*range(10), *range(10)])
+
+
+@check
+def a_parameter_server_in_sync_mode_trains_as_one_process_with_whole_batches() -> None:
+    wanted = reference("sgd", {"learning_rate": 0.1, "momentum": 0.5})
+    net = make_net(7 + ronde.rank())  # the parameters of rank 0 count
+    trainer = rm.AsyncTrainer(net.collect_params(), ronde.ps.SGD(lr=0.1, momentum=0.5), mode="sync")
+    expect_close(train(net, trainer, share=True), wanted)
+    trainer.close()
+
+
+@check
+def asynchronous_training_learns_with_every_sample_used_once() -> None:
+    net, loss_function, num_used = make_net(7), gluon.loss.L2Loss(), 0
+    x, y = X.reshape(-1, 5), X.reshape(-1, 5)[:, :2]
+    trainer = rm.AsyncTrainer(net.collect_params(), ronde.ps.SGD(lr=0.1), mode="async")
+    for epoch in range(40):
+        for indices in trainer.samples(len(x), 8, epoch=epoch):
+            with autograd.record():
+                loss = loss_function(net(mx.nd.array(x[indices])), mx.nd.array(y[indices]))
+            loss.backward()
+            trainer.step(len(indices))
+            num_used += len(indices)
+    ronde.barrier()
+    trainer.pull()
+    assert loss_function(net(mx.nd.array(x)), mx.nd.array(y)).mean().asscalar() < 0.1
+    assert sum(ronde.objects.allgather(num_used)) == 40 * len(x)
+    trainer.close()

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import ronde
-from tests.jobs.keras_checks import batch_norm, callbacks, elastic, mixed_precision, saving, training
+from tests.jobs.keras_checks import async_training, batch_norm, callbacks, elastic, mixed_precision, saving, training
 
-MODULES = (training, mixed_precision, saving, callbacks, batch_norm, elastic)
+MODULES = (training, async_training, mixed_precision, saving, callbacks, batch_norm, elastic)
 
 
 def main() -> None:

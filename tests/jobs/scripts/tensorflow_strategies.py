@@ -55,9 +55,21 @@ def together(library: Library, folder: Path) -> dict[str, Any]:
 def alone(library: Library, folder: Path) -> dict[str, Any]:
     """MirroredStrategy, and then graphs with sessions, as in TensorFlow 1, with both strategies."""
     found = train(library, tf.distribute.MirroredStrategy(), folder / "alone")
-    with tf.Graph().as_default():
-        devices = tf.distribute.MirroredStrategy().extended.worker_devices
-    return {**found, "graph": graph(library), "graph devices": devices}
+    return {**found, "graph": graph(library), **graph_without_devices()}
+
+
+def graph_without_devices() -> dict[str, Any]:
+    """In a graph, the devices that MirroredStrategy takes by itself, and how its session fails for that."""
+    v1, error = tf.compat.v1, "none"
+    with tf.Graph().as_default(), (strategy := tf.distribute.MirroredStrategy()).scope():
+        v1.get_variable("weight", initializer=1.0, use_resource=True)
+        initialize = v1.global_variables_initializer()
+        with v1.Session() as session:
+            try:
+                session.run(initialize)
+            except tf.errors.InvalidArgumentError as raised:
+                error = raised.message
+    return {"graph devices": strategy.extended.worker_devices, "graph error": error}
 
 
 def train(library: Library, strategy: Any, folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import ronde
+import ronde.ps
 import ronde.tensorflow as rt
 from ronde.comm.world import current_world
 from ronde.tensorflow.graph_operations import add_python_node
@@ -540,6 +541,39 @@ def keras_variables_have_gradients_too() -> None:
     for convert in (lambda function: function, tf.function):
         reduced = convert(lambda: rt.reduce_gradients(gradients, layer.trainable_variables, name="keras"))()
         assert all(np.array_equal(each.numpy(), np.full(each.shape, 1.5, np.float32)) for each in reduced)
+
+
+@check
+def a_parameter_server_in_sync_mode_trains_as_one_process_with_the_whole_batch() -> None:
+    for convert in (lambda step: step, tf.function):
+        scale = 1.0 if ronde.rank() == 0 else 5.0  # the weights of rank 0 count
+        weights = [tf.Variable(each * scale) for each in initial_weights()]
+        optimizer = rt.AsyncOptimizer(weights, ronde.ps.SGD(lr=RATE), mode="sync")
+
+        def step(x: Any, y: Any, weights: Any = weights, optimizer: Any = optimizer) -> None:
+            with tf.GradientTape() as tape:
+                loss = loss_of(weights, x, y)
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+        train = convert(step)
+        for number in range(4):
+            train(*map(tf.constant, batch(number, ronde.rank())))
+        assert_trained(weights, 4)
+        with pytest.raises(ValueError, match="was not among the variables"):
+            optimizer.apply_gradients([(tf.ones(1), tf.Variable([1.0]))])
+        optimizer.close()
+
+
+@check
+def asynchronous_training_uses_every_sample_once() -> None:
+    count = tf.Variable(np.zeros(20, np.float32))
+    optimizer = rt.AsyncOptimizer([count], ronde.ps.SGD(lr=1.0), mode="async")
+    for indices in optimizer.samples(20, 3):
+        optimizer.apply_gradients([(tf.IndexedSlices(-tf.ones(len(indices)), indices, [20]), count)])
+    ronde.barrier()
+    optimizer.pull()
+    assert count.numpy().tolist() == [1.0] * 20
+    optimizer.close()
 
 
 @check  # the last: join() needs the channels of all plans

@@ -5,6 +5,7 @@ A schedule (a random generator) decides which message is delivered next, and who
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -12,17 +13,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ronde.ps.partition import Array, Configuration, Part, TensorSlice, make_configuration
+from ronde.ps.commit_log import LogState
+from ronde.ps.partition import Array, Configuration, Part, PartsLost, TensorSlice, change_servers, make_configuration
 from ronde.ps.protocol import (
     FOR_WORKERS,
     NewConfiguration,
     OutgoingMessage,
     PartCopy,
+    ServerState,
     SuspectServer,
     decode,
     encode,
 )
-from ronde.ps.server import Propose, ServerCore, ServerSetup
+from ronde.ps.server import Propose, SendState, ServerCore, ServerSetup
 from ronde.ps.staleness import Mode, StalenessSettings
 from ronde.ps.worker import WorkerCore
 
@@ -63,12 +66,19 @@ class ScriptedWorker:
     under_way: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    is_late: bool = False
+    """Whether it comes later than the others."""
+
     def start(self) -> list[OutgoingMessage]:
-        return self.core.begin_read()
+        return self.core.join() if self.is_late else self.core.begin_read()
 
     def advance(self) -> list[OutgoingMessage]:
         """Go on when what it waits for is there."""
         core, read = self.core, self.core.read
+        if self.is_late and read is None:
+            if core.rejections or core.is_finished:  # it came when training was over
+                self.is_done = True
+            return core.begin_read() if core.has_joined else []
         if self.under_way and core.committed_step == self.step:
             self.used += self.under_way
             self.under_way = []
@@ -125,7 +135,7 @@ class Simulation:
             rank: ScriptedWorker(WorkerCore(rank, num_parts, configuration), num_samples, num_parts, batch)
             for rank in workers
         }
-        self.links: dict[tuple[int, int], deque[tuple[bytes, Array | None] | Lost]] = {}
+        self.links: dict[tuple[int, int], deque[tuple[bytes, Array | LogState | None] | Lost]] = {}
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
         self.decided: dict[int, Configuration] = {}
@@ -149,6 +159,10 @@ class Simulation:
                 if source in self.workers:
                     message = NewConfiguration(decided.epoch, decided)
                     self.send(source, self.workers[source].core.handle(source, message, None))
+            elif isinstance(action, SendState):
+                epoch = self.servers[source].configuration.epoch
+                link = self.links.setdefault((source, action.to), deque())
+                link.append((encode(ServerState(epoch)), copy.deepcopy(action.state)))
             else:
                 assert isinstance(action, OutgoingMessage)
                 if action.to not in self.dead:
@@ -168,6 +182,12 @@ class Simulation:
                 self.send(to, self.servers[to].member_lost(item.rank, self.now_s))
             return True
         message, payload = decode(item[0]), item[1]
+        if isinstance(message, ServerState):
+            assert isinstance(payload, LogState)
+            if self.servers[to].wants_state(message):
+                self.send(to, self.servers[to].load_state(payload, self.now_s))
+            return True
+        assert not isinstance(payload, LogState)
         payload = None if payload is None else payload.copy()
         is_for_worker = isinstance(message, FOR_WORKERS)
         if to in self.workers and (is_for_worker or isinstance(message, NewConfiguration)):
@@ -191,6 +211,40 @@ class Simulation:
             for _ in range(self.schedule.randint(0, len(link))):
                 link.pop()
             link.append(Lost(rank))
+
+    def begin_round(self, *, servers: Iterable[int] = (), workers: Iterable[int] = ()) -> None:
+        """All members that live meet anew, with further servers and workers. What was on its way is lost."""
+        self.links.clear()
+        living = [rank for rank in self.ranks if rank not in self.dead]
+        known = [core.configuration for rank, core in self.servers.items() if rank in living]
+        known += [worker.core.configuration for rank, worker in self.workers.items() if rank in living]
+        newest = max(known, key=lambda each: each.epoch)
+        came = [*servers, *(rank for rank, core in self.servers.items() if core.is_evicted and rank in living)]
+        try:
+            configuration = change_servers(newest, self.parts, lost=set(newest.servers) - {*living}, added=came)
+        except PartsLost:
+            return
+        for rank in came:
+            self.servers[rank] = ServerCore(rank, self.setup, configuration, is_added=True)
+        for rank in workers:
+            core = WorkerCore(rank, len(self.parts), newest)
+            self.workers[rank] = ScriptedWorker(core, self.num_samples, len(self.parts), 2, is_late=True)
+        self.ranks = sorted({*self.ranks, *servers, *workers})
+        members = [rank for rank in self.ranks if rank not in self.dead]
+        for rank in members:
+            if rank in self.servers:
+                self.send(rank, self.servers[rank].begin_round(configuration, members, self.now_s))
+            if rank in self.workers:
+                message = NewConfiguration(configuration.epoch, configuration)
+                self.send(rank, self.workers[rank].core.handle(rank, message, None))
+        for rank in workers:
+            self.send(rank, self.workers[rank].start())
+
+    def drop_losses(self) -> None:
+        """Of a job whose members meet anew when one is lost: nobody hears of a loss before that."""
+        for link in self.links.values():
+            while link and isinstance(link[-1], Lost):
+                link.pop()
 
     def suspect(self, rank: int) -> None:
         """A worker has waited for a server that is stopped for too long."""

@@ -130,6 +130,41 @@ def is_replicated(simulation: Simulation) -> bool:
     )
 
 
+@pytest.mark.slow
+@given(SEEDS, MODES, st.lists(st.tuples(st.integers(0, 250), st.sampled_from("swSWx")), min_size=1, max_size=5), CLIP)
+@settings(max_examples=300, deadline=None)
+def test_members_that_meet_anew_at_any_moment_lose_nothing(
+    seed: int, mode: Mode, changes: list[tuple[int, str]], clip_norm: float
+) -> None:
+    """Servers and workers are lost (s, w), or come (S, W), or all of them lose what was on its way (x)."""
+    simulation = Simulation(
+        random.Random(seed), workers=range(2), servers=(10, 11), mode=mode, staleness=1, clip_norm=clip_norm
+    )
+    simulation.run_until_ready()
+    num_came = 0
+    for moment, what in changes:
+        for _ in range(moment):
+            simulation.deliver_one()
+        victims = [rank for rank in simulation.servers if rank not in simulation.dead]
+        if what == "w":
+            # Training is over when all workers are lost before another one has come
+            trains = {rank for rank, each in simulation.workers.items() if each.core.has_joined or not each.is_late}
+            victims = sorted(trains - simulation.dead)
+        if what == "s" and not is_replicated(simulation):
+            continue  # nobody else may have its parts
+        if what in "sw" and len(victims) > 1:
+            simulation.kill(simulation.schedule.choice(victims))
+            for _ in range(moment % 20):  # the others hear of it, each at its own time, and go on for a moment
+                simulation.drop_losses()
+                simulation.deliver_one()
+        num_came += 1
+        simulation.begin_round(
+            servers=[20 + num_came] if what in "sS" else [], workers=[40 + num_came] if what in "wW" else []
+        )
+    simulation.run()
+    check_end(simulation)
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 def test_parts_without_a_living_replica_are_reported(mode: Mode) -> None:
     simulation = Simulation(random.Random(1), workers=(0, 1), servers=(2, 3), mode=mode, staleness=1)

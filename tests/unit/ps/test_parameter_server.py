@@ -210,6 +210,42 @@ def test_gradients_may_be_staged_one_by_one_and_get_noise_that_depends_on_the_se
     assert abs(changes.mean()) < 0.02 and abs(changes.var() - 0.25) < 0.01
 
 
+def test_a_step_may_be_started_and_each_parameter_waited_for() -> None:
+    """In sync mode it gives the same numbers as step(); what is not waited for is finished by the next step."""
+    shapes = {"first": (300, 1000), "second": (1000, 1500), "third": (5,)}
+
+    def body(world: World) -> None:
+        own = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        with ParameterServer(own, SGD(lr=0.5), group=world.group) as server:
+            for step in range(1, 5):
+                gradients = {name: np.full(shape, -step - world.rank, np.float32) for name, shape in shapes.items()}
+                server.start_step(gradients)
+                for each in gradients.values():
+                    each[...] = np.nan  # it was copied
+                expected = 0.5 * sum(each + 0.5 for each in range(1, step + 1))
+                for name in shapes if step % 2 else ("first",):
+                    server.wait_for(name)
+                    assert (server.parameters[name] == np.float32(expected)).all()
+            assert server.finish_step() == 4
+            assert all((each == np.float32(expected)).all() for each in server.parameters.values())
+
+    run_threads(2, body)
+
+
+def test_in_async_mode_the_next_gradients_may_be_sent_before_the_parameters_have_come() -> None:
+    def body(world: World) -> None:
+        values = np.zeros(200_000)
+        with ParameterServer([values], SGD(lr=1.0), mode="async", group=world.group) as server:
+            for _ in range(10):
+                server.start_step([np.full(200_000, -1.0)])
+            server.finish_step()
+            world.group.barrier()
+            assert server.pull() == 10 * world.size
+            assert (values == 10 * world.size).all()
+
+    run_threads(2, body)
+
+
 def test_mistakes_are_named() -> None:
     def body(world: World) -> None:
         group = world.group

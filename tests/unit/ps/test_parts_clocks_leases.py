@@ -16,9 +16,9 @@ from ronde.ps.partition import (
     NO_BACKUP,
     PartsLost,
     TensorSpec,
+    change_servers,
     cut_into_parts,
     make_configuration,
-    remove_servers,
 )
 from ronde.ps.staleness import Clocks, Mode, StalenessSettings
 
@@ -74,7 +74,7 @@ def test_servers_are_loaded_evenly_and_their_loss_leaves_each_part_on_two_others
             continue
         before = configuration
         try:
-            configuration = remove_servers(configuration, {rank}, parts)
+            configuration = change_servers(configuration, parts, lost={rank})
         except PartsLost as error:
             assert not replicate or len(before.servers) == 1
             assert error.parts and all(before.replicas_of(part) == (rank,) for part in error.parts)

@@ -52,16 +52,20 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", ["none", "backward", "backward and forward"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_sync_training_gives_what_the_mean_of_all_gradients_gives(name: str, overlap: bool) -> None:
+def test_sync_training_gives_what_the_mean_of_all_gradients_gives(name: str, overlap: str) -> None:
     """With a scheduler, and groups of parameters that differ in their options."""
 
     def body(world: World) -> None:
         model, reference = make_model(), make_model()
         plain = OPTIMIZERS[name](param_groups(reference))
         optimizer = AsyncOptimizer(
-            OPTIMIZERS[name](param_groups(model)), mode="sync", overlap=overlap, group=world.group
+            OPTIMIZERS[name](param_groups(model)),
+            mode="sync",
+            overlap="backward" in overlap,
+            module=model if "forward" in overlap else None,
+            group=world.group,
         )
         schedulers = [torch.optim.lr_scheduler.StepLR(each, 5, 0.5) for each in (plain, optimizer)]
         for step in range(STEPS):
@@ -76,6 +80,7 @@ def test_sync_training_gives_what_the_mean_of_all_gradients_gives(name: str, ove
             plain.step()
             for scheduler in schedulers:
                 scheduler.step()
+        optimizer.finish_step()
         for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
             assert (own - expected).abs().max() <= 1e-6
         optimizer.close()
@@ -117,6 +122,10 @@ def test_mistakes_are_named() -> None:
             AsyncOptimizer(torch.optim.LBFGS(model.parameters()), group=world.group)
         with pytest.raises(ValueError, match="do not have the option amsgrad of Adam"):
             AsyncOptimizer(torch.optim.Adam(model.parameters(), amsgrad=True), group=world.group)
+        with pytest.raises(ValueError, match=r"module does not have the parameter 0\.0"):
+            optimizer = AsyncOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), module=nn.Linear(1, 1), group=world.group
+            )
         optimizer = AsyncOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1),
             overlap=True,

@@ -1,5 +1,5 @@
 """`ronde bench ps`: what waiting for a slow worker costs in each mode of a parameter server, and how long a step of it
-takes beside an allreduce."""
+takes beside an allreduce and beside parameter servers of torch.distributed.rpc (rpc_parameter_server)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from rich.table import Table
 
 import ronde
 from ronde.cli.bench.command import make_parser, parse_numbers, run_benchmark
+from ronde.cli.bench.peers import is_installed
+from ronde.cli.bench.rpc_parameter_server import FLAT, WAYS, time_parameter_servers
 from ronde.cli.bench.table import BenchmarkDisplay, describe_conditions, format_ratio, make_table
 from ronde.ps import SGD, ParameterServer
 from ronde.text import format_microseconds
@@ -29,11 +31,15 @@ TURN_STEPS = 2
 """Workers that are slow in turn are so for this many steps."""
 STALENESS = 4
 MODES = ("sync", "bounded", "dynamic", "async")
+WHAT = ("slow", "turns", "step", "rpc")
+SIZES = "400000,4000000,40000000"
 
 DETAILS = """slow: steps per second of all workers when the last one takes three times as long as the others, in each
 mode, against sync mode. turns: the same when the workers are slow in turn, each for two steps. A step of a worker that
 is not slow sleeps for 20 ms. step: how long a step with SGD takes, with and without a backup of each part, beside an
-allreduce of as many bytes and the same update on each rank. All ranks are servers and workers."""
+allreduce of as many bytes and the same update on each rank. All ranks are servers and workers. rpc: the time of a step
+in async mode with one server and -np workers, beside one of torch.distributed.rpc, with one call per step (flat) and
+with calls for each of 60 parameters, as in PyTorch's tutorial. Between hosts: benchmarks/netns_parameter_server.py."""
 
 
 class ParameterServerResult(msgspec.Struct, frozen=True):
@@ -45,26 +51,27 @@ class ParameterServerResult(msgspec.Struct, frozen=True):
     steps_per_s: float = 0.0
     """slow, turns: of all workers together."""
     ratio: float = 0.0
-    """slow, turns: against sync mode. step: how many times as fast as an allreduce."""
+    """slow, turns: against sync mode. step: how many times as fast as an allreduce. rpc: as one call of torch's per
+    step."""
     staleness: int = 0
     """slow, turns: the largest of all pushes."""
     num_bytes: int = 0
     median_us: float = 0.0
-    """step: of a step."""
+    """step, rpc: of a step."""
 
 
 def ps(arguments: Sequence[str]) -> int:
     parser = make_parser("ps", details=DETAILS, rounds=20, seconds=4.0, work="mode")
-    parser.add_flag("--what", metavar="WHAT,…", default="slow,turns,step", help="What to measure.")
-    parser.add_flag("--bytes", metavar="N,…", default="4000000,40000000", help="Bytes of parameters for step.")
+    parser.add_flag("--what", metavar="WHAT,…", default=",".join(WHAT), help="What to measure.")
+    parser.add_flag("--bytes", metavar="N,…", default=SIZES, help="Bytes of parameters for step and rpc.")
     return run_benchmark(parser, arguments, _measure)
 
 
 def _measure(flags: argparse.Namespace, console: Console) -> None:
     wanted = [part.strip() for part in flags.what.split(",")]
-    unknown = set(wanted) - {"slow", "turns", "step"}
+    unknown = set(wanted) - set(WHAT)
     if unknown:
-        raise ValueError(f"--what must be slow, turns or step; got {', '.join(sorted(unknown))}")
+        raise ValueError(f"--what must be some of {', '.join(WHAT)}; got {', '.join(sorted(unknown))}")
     sizes = parse_numbers(flags.bytes, "--bytes")
     render = partial(render_table, caption=describe_conditions(flags.num_ranks))
     with BenchmarkDisplay(console, render, flags.json) as display:
@@ -75,6 +82,12 @@ def _measure(flags: argparse.Namespace, console: Console) -> None:
         for num_bytes in sizes if "step" in wanted else ():
             display.show_progress(f"a step of {num_bytes} bytes")
             display.add(measure_steps(num_bytes, flags.num_ranks, flags.rounds))
+        if "rpc" in wanted and not is_installed("torch"):
+            console.print("rpc: PyTorch is not installed", style="dim")
+            return
+        for num_bytes in sizes if "rpc" in wanted else ():
+            display.show_progress(f"a step of {num_bytes} bytes beside torch.distributed.rpc")
+            display.add(measure_rpc(num_bytes, flags.num_ranks, flags.rounds))
 
 
 def measure_waits(what: str, num_ranks: int, seconds: float) -> list[ParameterServerResult]:
@@ -154,10 +167,23 @@ def time_steps(num_bytes: int, rounds: int) -> dict[str, list[float]]:
     return times
 
 
+def measure_rpc(num_bytes: int, num_workers: int, rounds: int) -> list[ParameterServerResult]:
+    """The time of a step of a worker, in turn with parameter servers of torch.distributed.rpc."""
+    *workers, _ = ronde.run(time_parameter_servers, (num_bytes, rounds), np=num_workers + 1)
+    medians = {way: max(statistics.median(each[way]) for each in workers) for way in WAYS}
+    flat_s = medians[FLAT]
+    return [
+        ParameterServerResult(
+            "rpc", way, num_workers + 1, num_bytes=num_bytes, median_us=seconds * 1e6, ratio=flat_s / seconds
+        )
+        for way, seconds in medians.items()
+    ]
+
+
 def render_table(results: Sequence[ParameterServerResult], caption: str = "") -> Table:
     table = make_table("", "way", "MB", "per step", "steps/s", "ratio", "staleness", caption=caption)
     for row in results:
-        is_step = row.what == "step"
+        is_step = row.what in ("step", "rpc")
         table.add_row(
             row.what,
             row.mode,

@@ -26,6 +26,7 @@ from ronde.launch.agent.resource_usage import GpuMonitor, UsageSampler, read_ses
 from ronde.launch.environment import login_variables
 from ronde.launch.protocol import (
     PREAMBLE,
+    SERVER_COMMAND,
     AgentError,
     AgentHello,
     AgentMessage,
@@ -176,7 +177,8 @@ class Agent:
             if self._stopping:
                 detail = f"the agent of host {os.uname().nodename} is about to end"
             return self._report(RankExit(order.rank, NOT_STARTED_CODE, ExitReason.NOT_STARTED, detail))
-        argv = (sys.executable, *order.argv[1:]) if pickled_call and order.argv[:1] == ("",) else order.argv
+        is_own = pickled_call or order.argv == SERVER_COMMAND  # a user's command may begin with "" by mistake
+        argv = (sys.executable, *order.argv[1:]) if is_own and order.argv[:1] == ("",) else order.argv
         order = msgspec.structs.replace(order, argv=argv, env={**self._host_variables, **order.env})
         try:
             self._orphan_killer = self._orphan_killer or OrphanKiller()

@@ -21,11 +21,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from ronde.coordinator.membership import Membership
+from ronde.coordinator.membership import ElasticLimits, Membership
 from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
-from ronde.launch.dmlc import helper_names, make_helpers
+from ronde.launch.dmlc import make_helpers
 from ronde.launch.driver.agents import AgentGroup, StartCancelled
 from ronde.launch.driver.failure_report import JobResult, StopRequest, make_job_result
 from ronde.launch.driver.host_source import FixedHosts, HostPoller, HostSource
@@ -37,14 +37,22 @@ from ronde.launch.driver.monitor import (
     make_job_status,
     make_rank_stacks,
 )
+from ronde.launch.driver.server_pool import ServerPool
 from ronde.launch.driver.slots import ScalingLimits, SlotTable
 from ronde.launch.driver.supervisor import OutputSink, RankLocation, RankSupervisor, RanksWithHelpers
 from ronde.launch.driver.worker_pool import WorkerPool
-from ronde.launch.environment import count_ports, make_rank_orders, make_worker_order, makes_tf_config
+from ronde.launch.environment import (
+    count_ports,
+    make_rank_orders,
+    make_server_order,
+    make_worker_order,
+    makes_tf_config,
+)
 from ronde.launch.job import Job
 from ronde.launch.network import HostFacts
 from ronde.launch.placement import Host, Placement, hosts_or_localhost
 from ronde.launch.protocol import PortCounts, RankOrder
+from ronde.launch.server_processes import place_servers, process_names
 from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey, new_job_key
@@ -192,8 +200,15 @@ class Driver:
         )
         opened.callback(coordinator.close)
         coordinator.start([placement.host.name for placement in job.placements])
+        server_coordinator = self._open_server_coordinator(network.driver_address, key, opened) if job.servers else None
         orders = make_rank_orders(
-            job, network, coordinator=coordinator.address, key=key, environ=os.environ, tty_fds=_terminal_fds()
+            job,
+            network,
+            coordinator=coordinator.address,
+            key=key,
+            environ=os.environ,
+            tty_fds=_terminal_fds(),
+            server_coordinator=server_coordinator.address if server_coordinator is not None else "",
         )
         supervisor = self._open_supervisor(loop, agents, coordinator, opened)
 
@@ -212,11 +227,22 @@ class Driver:
                 RankLocation(each.number, each.host_index, host, 0) for each, host in zip(helpers, hosts, strict=True)
             ]
             supervisor.policy = RanksWithHelpers(loop, supervisor, [each.number for each in helpers], job)
+        servers: ServerPool | None = None
+        if server_coordinator is not None:
+            hosts_of_servers = place_servers(job)
+            servers = self._open_server_pool(
+                loop, agents, server_coordinator, key, opened, choose_host=lambda place: hosts_of_servers[place]
+            )
         supervisor.start_ranks(locations, orders)
+        if servers is not None:
+            servers.start()
         loop.run_until(lambda: supervisor.finished)
         supervisor.finish_output()
+        exits = supervisor.exits
+        if servers is not None and not servers.failed_exits:  # others have taken their places
+            exits = [each for each in exits if not each.name]
         return make_job_result(
-            supervisor.exits,
+            exits,
             still_running=sorted(supervisor.running),
             tail=self._output_sink.tail,
             first_lost=coordinator.first_lost(),
@@ -243,7 +269,11 @@ class Driver:
             raise StartCancelled
 
         def on_membership(membership: Membership) -> None:  # in the coordinator's thread
-            loop.call_soon_threadsafe(lambda: pool.handle_membership(membership))
+            loop.call_soon_threadsafe(lambda: follow(membership))
+
+        def follow(membership: Membership) -> None:
+            pool.handle_membership(membership)
+            servers.end_if_done()
 
         coordinator = CoordinatorServer(
             network.driver_address,
@@ -257,6 +287,7 @@ class Driver:
         )
         opened.callback(coordinator.close)
         coordinator.start({})
+        server_coordinator = self._open_server_coordinator(network.driver_address, key, opened)
 
         def make_order(number: int, placement: Placement, size: int, facts: HostFacts) -> RankOrder:
             return make_worker_order(
@@ -269,6 +300,7 @@ class Driver:
                 key=key,
                 environ=os.environ,
                 tty_fds=_terminal_fds(),
+                server_coordinator=server_coordinator.address,
             )
 
         supervisor = self._open_supervisor(loop, agents, coordinator, opened)
@@ -277,6 +309,12 @@ class Driver:
         )
         opened.callback(pool.close)
         supervisor.policy = pool
+
+        def choose_host(place: int) -> int | None:
+            indices = sorted(agents.host_facts)
+            return indices[place % len(indices)] if indices else None
+
+        servers = self._open_server_pool(loop, agents, server_coordinator, key, opened, choose_host=choose_host)
 
         def status(name: str, elapsed_s: float) -> JobStatus:
             return make_elastic_status(
@@ -294,6 +332,7 @@ class Driver:
             pool.handle_host_connected(index)
         agents.set_handlers(supervisor.handle_message, supervisor.handle_agent_lost, pool.handle_host_connected)
         poller.on_hosts, poller.on_error = pool.handle_hosts, pool.handle_source_error
+        servers.start()
         loop.run_until(lambda: supervisor.finished)
         supervisor.finish_output()
         return pool.make_result(
@@ -343,6 +382,51 @@ class Driver:
         agents.start_agents()
         return agents
 
+    def _open_server_coordinator(self, address: str, key: str, opened: ExitStack) -> CoordinatorServer:
+        """The coordinator of server processes and workers. Their rounds have nothing to do with those of training."""
+        job = self._job
+        num_members = job.num_ranks + (job.servers or 0)
+        settings = job.settings.replace(timeline="", stall_s=0.0)
+        limits = ElasticLimits(start_ranks=num_members, timeout_s=UNLIMITED_S, suspend_s=settings.suspend_s)
+        coordinator = CoordinatorServer(
+            address, 0, num_members, JobKey(key), settings=settings, rounds=None, limits=limits, reports_losses=False
+        )
+        opened.callback(coordinator.close)
+        coordinator.start({})
+        return coordinator
+
+    def _open_server_pool(
+        self,
+        loop: EventLoop,
+        agents: AgentGroup,
+        coordinator: CoordinatorServer,
+        key: str,
+        opened: ExitStack,
+        *,
+        choose_host: Callable[[int], int | None],
+    ) -> ServerPool:
+        """Let the server processes of the job, if it has any, be a part of its policy."""
+        job, supervisor = self._job, self._supervisor
+        assert supervisor is not None
+
+        def make_order(number: int, host_index: int) -> RankOrder:
+            facts = agents.host_facts[host_index]
+            return make_server_order(job, number, facts, coordinator=coordinator.address, key=key, environ=os.environ)
+
+        servers = ServerPool(
+            loop,
+            job,
+            supervisor,
+            coordinator,
+            ranks=supervisor.policy,
+            choose_host=choose_host,
+            host_name=agents.host_name,
+            make_order=make_order,
+        )
+        opened.callback(servers.close)
+        supervisor.policy = servers
+        return servers
+
     def _open_supervisor(
         self, loop: EventLoop, agents: AgentGroup, coordinator: CoordinatorServer, opened: ExitStack
     ) -> RankSupervisor:
@@ -353,7 +437,7 @@ class Driver:
             output_sink=self._output_sink,
             on_rank_exit=coordinator.rank_exited,
             host_name=agents.host_name,
-            names=helper_names(self._job),
+            names=process_names(self._job),
             on_message=self._on_message,
         )
         opened.callback(supervisor.close)

@@ -25,7 +25,7 @@ MAX_LOSSES_SHOWN = 8
 ELASTIC_FAILURE_CODE = 1
 """The exit code of an elastic job that cannot go on: no worker alone is to blame."""
 
-_FOREIGN_DEVICE = ("explicitly assigned to /job:", "available devices are [ /job:localhost")
+FOREIGN_DEVICE = ("explicitly assigned to /job:", "available devices are [ /job:localhost")
 """What TensorFlow says of a session whose graph has devices of other processes."""
 _TF_CONFIG_ADVICE = (
     "TensorFlow found these devices in TF_CONFIG, which every rank has got: in a v1 graph MirroredStrategy() takes "
@@ -230,7 +230,7 @@ def _describe_first_failure(failure: _FirstFailure, tail: Callable[[int, int], s
 def _advise_on_tf_config(first: RankExit, tail: Callable[[int, int], str]) -> list[str]:
     """Return what to do about a session that has looked for the devices of other ranks."""
     output = tail(first.rank, first.exit_code)
-    return [_TF_CONFIG_ADVICE] if all(words in output for words in _FOREIGN_DEVICE) else []
+    return [_TF_CONFIG_ADVICE] if all(words in output for words in FOREIGN_DEVICE) else []
 
 
 def _count_others(failure: _FirstFailure, exits: Sequence[RankExit], lost_peers: Mapping[int, LostPeer]) -> list[str]:

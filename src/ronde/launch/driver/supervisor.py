@@ -180,7 +180,7 @@ class RankSupervisor:
         self._output_sink = output_sink
         self._on_rank_exit = on_rank_exit
         self._host_name = host_name
-        self._names = names or {}
+        self._names: Mapping[int, str] = {} if names is None else names
         self._on_message = on_message
         self.policy: JobPolicy = FixedRanks()
         """May be replaced before ranks are started."""

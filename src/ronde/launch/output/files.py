@@ -45,7 +45,7 @@ class RankOutputFiles:
         self._directory = Path(directory)
         self._horovod_layout = horovod_layout
         self._digits = len(str(num_ranks - 1))
-        self._names = {number: name.removeprefix("the ").replace(" ", "-") for number, name in (names or {}).items()}
+        self._names: Mapping[int, str] = {} if names is None else names
         self._print_message = print_message
         self._reported_errnos: set[int | None] = set()
         self._open_files: OrderedDict[RankStream, FileIO] = OrderedDict()
@@ -73,7 +73,8 @@ class RankOutputFiles:
     def path(self, rank: int, stream: StdStream) -> Path:
         """Return the file of a stream. Names sort by rank."""
         if rank in self._names:
-            return self._directory / f"{self._names[rank]}.{stream}"
+            name = self._names[rank].removeprefix("the ").replace(" ", "-")
+            return self._directory / f"{name}.{stream}"
         number = f"{rank:0{self._digits}}"
         name = f"rank.{number}/std{stream}" if self._horovod_layout else f"rank-{number}.{stream}"
         return self._directory / name

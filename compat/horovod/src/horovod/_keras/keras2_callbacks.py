@@ -10,6 +10,8 @@ import tensorflow as tf
 import horovod.tensorflow as hvd
 import ronde.tensorflow
 from horovod.tensorflow.util import LocalVariables, contains, evaluate
+from ronde.comm.world import resolve_group
+from ronde.keras.callbacks import compare_numbers
 from ronde.training.learning_rate import warmup
 
 Callback: Any = tf.keras.callbacks.Callback
@@ -17,7 +19,7 @@ Callback: Any = tf.keras.callbacks.Callback
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]  # TensorFlow has no types
     """Gives the root's variables to the models and optimizers of all ranks after the first batch. `local_variables`, a
-    variable or a list, are left alone."""
+    variable or a list, are left alone. If the ranks have different numbers of batches, fit() raises ValueError."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
@@ -28,6 +30,10 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]  # Tenso
     def register_local_var(self, var: Any) -> None:
         """Leave this variable alone."""
         self._local_variables.add(var)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Compare the numbers of batches and epochs, before a rank waits for one that has no more of them."""
+        compare_numbers(resolve_group(None), self.params)
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast once; the first batch has made all variables."""

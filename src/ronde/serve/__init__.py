@@ -1,0 +1,1 @@
+"""Trained models: their export, and predictions over HTTP."""
