@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import pytest
 import ronde.search
 from ronde.errors import JobFailed
 from ronde.search.protocol import Outcome
+from ronde.types import Deadline
 from tests.commands import ROOT
-from tests.jobs.kit import RONDE, processes_with
+from tests.jobs.kit import RONDE, SshHosts, needs_hosts, processes_with
 from tests.jobs.scripts import search_objectives
 from tests.limits import LONG_S, LONG_TEST_S
 
@@ -177,3 +179,58 @@ search:
     assert json.loads(again.stdout)["trials"] == result["trials"]
     assert "3 of 3 trials have ended before" in again.stderr
     assert not processes_with(f"TEST_MARK={tmp_path}")
+
+
+@needs_hosts
+def test_the_ranks_of_a_trial_may_be_on_other_hosts(hosts: SshHosts, tmp_path: Path) -> None:
+    _, b, c = hosts.addresses
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text(
+        f"""
+search:
+  objective: tests.jobs.scripts.search_objectives:chaos
+  space: {{x: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]}}
+  ranks_per_trial: 2
+  pruner: median
+  output: {tmp_path}/out
+"""
+    )
+    done = hosts.run(str(job_file), "-H", f"{b}:1,{c}:1", "--json", verb="search")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert len(result["trials"]) == 6
+    assert result["counts"]["failed"] == 0
+    assert [trial["attempts"] for trial in result["trials"]] == [1, 1, 1, 1, 1, 2]
+    assert f"rank 1 on host {c}" in done.stderr
+
+
+def test_ctrl_c_ends_everything_and_the_search_goes_on_later(tmp_path: Path) -> None:
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text(
+        """
+search:
+  objective: tests.jobs.scripts.search_objectives:wait_for_file
+  space: {x: [1, 2]}
+  parallel: 2
+  output: out
+"""
+    )
+    (tmp_path / "wait").touch()
+    env = {**os.environ, "TEST_FOLDER": str(tmp_path), "PYTHONPATH": str(ROOT), "TEST_MARK": str(tmp_path)}
+    command = [RONDE, "search", str(job_file), "--json"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as driver:
+        deadline = Deadline(LONG_S)
+        while len([*tmp_path.glob("begun-*")]) < 2:
+            assert driver.poll() is None and not deadline.expired
+            time.sleep(0.05)
+        driver.send_signal(signal.SIGTERM)  # which ends it as Ctrl-C does
+        printed = driver.communicate(timeout=LONG_S)[1]
+    assert driver.returncode == 130
+    assert "interrupted; the same command goes on from here" in printed
+    assert not processes_with(f"TEST_MARK={tmp_path}")
+    (tmp_path / "wait").unlink()
+    done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=LONG_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [trial["outcome"] for trial in json.loads(done.stdout)["trials"]] == ["complete", "complete"]

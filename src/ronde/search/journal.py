@@ -52,13 +52,12 @@ class StudyJournal(JournalFileBackend):
 
     @contextmanager
     def batch(self) -> Iterator[None]:
+        """After an exception nothing is written, and the journal is not to be used any more."""
         self._batch = []
-        try:
-            yield
-        finally:
-            batch, self._batch = self._batch, None
-            if batch:
-                self.append_logs(batch)
+        yield
+        batch, self._batch = self._batch, None
+        if batch:
+            self.append_logs(batch)
 
     def close(self) -> None:
         """Let another driver write. Idempotent."""

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def probe(trial: Trial, data: list[int]) -> float:
     random.seed(99)
     os.chdir("/")
     return float(trial.number)
+
+
+def wait_for_file(trial: Trial) -> float:
+    """Returns when the test has removed a file."""
+    folder = Path(os.environ["TEST_FOLDER"])
+    (folder / f"begun-{trial.number}").touch()
+    while (folder / "wait").exists():
+        time.sleep(0.05)
+    return 0.0
 
 
 def moody(trial: Trial) -> Any:
