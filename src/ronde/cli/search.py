@@ -120,9 +120,8 @@ def run_search(
     folder = Path(options.output)
     if overwrite:
         remove_search(folder)
-    # Workers find the objective as a script beside the job file would.
-    sys.path[:0] = [str(Path(job_file).resolve().parent), str(Path.cwd())]
-    with _signals_interrupt(), _show_progress(options.direction) as show:
+    folders = [str(Path(job_file).resolve().parent), str(Path.cwd())]
+    with _signals_interrupt(), _paths_first(folders), _show_progress(options.direction) as show:
         result = run_trials(options, job, folder, on_status=show)
     report = write_search_report(result, folder / REPORT_NAME, title=f"Search {folder.name}")
     is_good = any(trial.outcome.value == "complete" for trial in result.trials)
@@ -168,6 +167,17 @@ def _signals_interrupt() -> Iterator[None]:
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)
+
+
+@contextmanager
+def _paths_first(folders: list[str]) -> Iterator[None]:
+    """Let workers, which get the search path of this process, find modules in these folders first."""
+    before = sys.path[:]
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 @contextmanager
@@ -229,7 +239,7 @@ def render_search_table(status: SearchStatus, direction: str) -> Table:
     title = f"{len(status.ended)} of {status.num_trials} trials ({shown}), {format_duration(status.seconds)}"
     if status.num_ready_groups < status.num_groups and not status.running:
         title += ", workers are starting"
-    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0), min_width=len(title))
     for name in ("trial", "state", "step", "value", "time", "parameters"):
         table.add_column(name, justify="right" if name in ("trial", "step", "value", "time") else "left", no_wrap=True)
     for running in status.running:
