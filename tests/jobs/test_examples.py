@@ -106,7 +106,15 @@ def test_asynchronous_training_learns_as_synchronous_training_does_and_does_not_
 
 
 def test_a_search_finds_a_learning_rate_with_which_digits_are_learned(tmp_path: Path) -> None:
-    words = [PROGRAMS / "ronde", "search", EXAMPLES / "search/job.yaml", "--parallel", "1", "--trials", "6"]
+    words: list[str | Path] = [
+        PROGRAMS / "ronde",
+        "search",
+        EXAMPLES / "search/job.yaml",
+        "--parallel",
+        "1",
+        "--trials",
+        "6",
+    ]
     env = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     printed = output_of([*words, "--output", tmp_path, "--json"], env=env, limit_s=LONG_S)
     result = json.loads(printed)
