@@ -69,8 +69,8 @@ def search(
         def objective(trial: ronde.search.Trial) -> float:
             began = time.monotonic()
             value = body(trial)
-            with Path(folder, f"{trial.number}").open("w") as file:
-                json.dump([began, time.monotonic()], file)
+            if ranks == 1 or trial.slot == 0:
+                Path(folder, str(trial.number)).write_text(json.dumps([began, time.monotonic()]))
             return value
 
         fixed: dict[str, Any] = {"trials": points, "sampler": "random"}
@@ -130,8 +130,8 @@ def main() -> None:
     if options.alone:
         print(train_in_one_process(options.alone))
         return
-    found = {"speed": measure_speed(options.steps, options.rounds), "overhead": measure_overhead(options.trials)}
-    print(json.dumps(found, indent=1))
+    print(json.dumps({"speed": measure_speed(options.steps, options.rounds)}), flush=True)
+    print(json.dumps({"overhead": measure_overhead(options.trials)}))
 
 
 if __name__ == "__main__":
