@@ -206,6 +206,6 @@ def _make_script_groups(
 
     def make_group(index: int, post: Callable[[GroupEvent], None]) -> TrialGroup:
         own = make_group_job(replace(job, command=command), placements[index])
-        return ScriptGroup(index, own, folder, post, make_reader=make_reader)
+        return ScriptGroup(index, own, folder, post, slot=placements[index].slots[0], make_reader=make_reader)
 
     return make_group

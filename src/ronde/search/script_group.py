@@ -124,13 +124,15 @@ class ScriptGroup:
         folder: Path,
         post: Callable[[GroupEvent], None],
         *,
+        slot: int,
         make_reader: Callable[[], MetricReader],
     ) -> None:
-        """The job's command is that of the user, without parameters."""
+        """The job's command is that of the user, without parameters. `slot` is that of rank 0 (Trial.slot)."""
         self._index = index
         self._job = job
         self._folder = folder
         self._post = post
+        self._slot = slot
         self._make_reader = make_reader
         self._incarnation = 0
         self._driver: Driver | None = None
@@ -183,8 +185,13 @@ class ScriptGroup:
         num_ranks = self._job.num_ranks
         output = TrialOutput(self._folder, f"group-{self._index}.txt", num_ranks=num_ranks, on_data=on_data)
         output.begin_trial(start.number)
-        variables = {**self._job.env, "RONDE_TRIAL": str(start.number), "RONDE_TRIAL_SEED": str(start.seed)}
-        job = replace(self._job, command=make_command(self._job.command, start.params), env=variables)
+        variables = {
+            "RONDE_TRIAL": str(start.number),
+            "RONDE_TRIAL_SEED": str(start.seed),
+            "RONDE_TRIAL_SLOT": str(self._slot),
+        }
+        command = make_command(self._job.command, start.params)
+        job = replace(self._job, command=command, env={**self._job.env, **variables})
         driver = self._driver = Driver(job, output)
 
         def run() -> None:
