@@ -13,11 +13,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
 from tests.limits import CLOSING_S, TEST_S
 from tests.services import ServiceResult, table
+
+# A single example may take any time on a busy machine; pytest limits the whole test.
+hypothesis.settings.register_profile("ronde", deadline=None)
+hypothesis.settings.load_profile("ronde")
 
 UNIT_TESTS = Path(__file__).parent / "unit"
 

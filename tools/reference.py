@@ -25,6 +25,7 @@ import ronde.elastic
 import ronde.errors
 import ronde.ps
 import ronde.search
+import ronde.serve
 import ronde.settings
 import ronde.torch
 from ronde.launch.config import launch_options
@@ -61,9 +62,9 @@ def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
     yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md),"
-    yield "[ronde.data](data.md), [ronde.ps](ps.md), [ronde.search](search.md) and [ronde.dash](dash.md) have their"
-    yield "own, and there are pages for what [metrics](metrics.md) and [events](events.md) hold. Everything else may"
-    yield "change without notice."
+    yield "[ronde.data](data.md), [ronde.ps](ps.md), [ronde.search](search.md), [ronde.serve](serve.md) and"
+    yield "[ronde.dash](dash.md) have their own, and there are pages for what [metrics](metrics.md) and"
+    yield "[events](events.md) hold. Everything else may change without notice."
     yield from _describe_names(ronde)
 
 
@@ -129,6 +130,12 @@ def data_page() -> Iterator[str]:
     yield f"# Names of ronde.data\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde.data`. The [guide](../guides/data.md) shows how to use them."
     yield from _describe_names(ronde.data)
+
+
+def serve_page() -> Iterator[str]:
+    yield f"# Names of ronde.serve\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.serve`, for handlers of [services](../guides/serving.md)."
+    yield from _describe_names(ronde.serve)
 
 
 def metrics_page() -> Iterator[str]:
@@ -462,6 +469,7 @@ def pages() -> dict[Path, str]:
         "ps.md": ps_page(),
         "data.md": data_page(),
         "search.md": search_page(),
+        "serve.md": serve_page(),
         "settings.md": settings_page(),
         "run.md": run_page(),
         "errors.md": errors_page(),

@@ -27,7 +27,7 @@ ASSIGNED_BY_LAUNCHER = (
 """Settings that a launcher gives to each rank. They have no flag and no key in a file."""
 FIRST_SERVER = 1_000_000
 """The number of the first server process of a job. Workers have lower ones."""
-RESERVED_VARIABLES = ("CALL_FD", "GUARD", "MESSAGE_FDS", "RESULT_FD", "TEST", "TRIAL")
+RESERVED_VARIABLES = ("CALL_FD", "GUARD", "MESSAGE_FDS", "RESULT_FD", "SERVE_TOKEN", "TEST", "TRIAL")
 """RONDE_* variables that begin with these words are no settings: the launcher and the tests use them."""
 
 MAX_TIMEOUT_S = 1_000_000.0
@@ -339,6 +339,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(info.name for info in describe_settings() if info.name in given or info.env in environ)
 
 
+def take_secret(variable: str) -> str:
+    """Return a secret from the environment, empty if there is none, and remove it there: what this process starts does
+    not inherit it."""
+    return os.environ.pop(variable, "").strip()
+
+
 @functools.cache
 def describe_settings() -> tuple[Setting, ...]:
     found = []
@@ -368,6 +374,12 @@ def parse_setting(name: str, text: str, source: str) -> Any:  # the type is the 
     except (KeyError, ValueError):
         expected = {bool: "1 or 0", int: "a whole number", float: "a number"}[kind]
         raise ValueError(f"{source} must be {expected}, got {text!r}") from None
+
+
+def disable_onnxruntime_telemetry() -> None:
+    """Keep ONNX Runtime from sending reports to its makers, unless the user has decided it. Called before its import:
+    it looks at its variable then."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def config_dir(environ: Mapping[str, str] | None = None) -> Path:

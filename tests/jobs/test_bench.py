@@ -147,16 +147,20 @@ def test_no_rank_outlives_the_command(how: signal.Signals, tmp_path: Path) -> No
 
 
 def test_a_parameter_server_is_measured_in_every_mode_and_beside_allreduce(tmp_path: Path) -> None:
-    arguments = ("ps", "-np", "2", "--seconds", "0.5", "--repeats", "2", "--bytes", "4000")
+    arguments = ("ps", "-np", "2", "--seconds", "0.5", "--repeats", "2", "--bytes", "4000", "--rows", "50000")
     records, output = bench(tmp_path / "r", *arguments)
     assert [(record["what"], record["mode"]) for record in records] == [
         *((what, mode) for what in ("slow", "turns") for mode in ("sync", "bounded", "dynamic", "async")),
         *(("step", way) for way in ("allreduce", "replicated", "one copy")),
+        *(("sparse", way) for way in ("rows", "whole table", "RPC rows")),
         *(("rpc", way) for way in ("ronde", "flat RPC", "RPC per parameter")),
     ]
     for record in records:
-        assert record["ranks"] == (3 if record["what"] == "rpc" else 2) and record["ratio"] > 0
-        assert record["median_us"] > 0 if record["what"] in ("step", "rpc") else record["steps_per_s"] > 0
+        assert record["ranks"] == (3 if record["what"] in ("rpc", "sparse") else 2) and record["ratio"] > 0
+        assert record["median_us"] > 0 if record["what"] in ("step", "rpc", "sparse") else record["steps_per_s"] > 0
         if record["mode"] == "sync":
             assert (record["ratio"], record["staleness"]) == (1, 0)
-    assert output.count("×") == 14
+    by_rows, whole = (record["num_bytes"] for record in records if record["mode"] in ("rows", "whole table"))
+    assert 2 * 1000 * 64 * 4 <= by_rows <= 1.1 * 2 * 1000 * (64 * 4 + 8)  # each row comes and goes
+    assert 2 * 50_000 * 64 * 4 <= whole <= 1.1 * 2 * 50_000 * 64 * 4
+    assert output.count("×") == 17

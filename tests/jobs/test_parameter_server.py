@@ -108,7 +108,7 @@ def test_a_server_that_was_stopped_is_refused_when_it_wakes(victim: int) -> None
 
 
 def test_an_elastic_job_of_ronde_run_goes_on_when_a_rank_is_killed() -> None:
-    """A process that is started in the place of the lost one is refused, and does not train by itself."""
+    """What is started in the place of the lost one trains with the others, unless training is over before it comes."""
     command = [str(PROGRAMS / "ronde"), "run", "-np", "3", "--min-np", "1", *script("parameter_server_run")]
     done = run_command(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, limit_s=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr

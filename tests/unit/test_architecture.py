@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("dash",),
     ("integrations",),
+    ("predict",),
     ("search", "serve"),
     ("keras",),
     ("torch", "tensorflow", "mxnet", "jax"),
@@ -47,7 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Top to bottom. An import may only point down; names on one line do not know each other."""
 
 ML_LIBRARIES = {"torch", "tensorflow", "keras", "mxnet", "jax"}
-OPTIONAL_PACKAGES = {*ML_LIBRARIES, "ps", "data", "search", "serve", "integrations", "dash"}
+OPTIONAL_PACKAGES = {*ML_LIBRARIES, "ps", "data", "search", "serve", "predict", "integrations", "dash"}
 """For those who have their libraries: `import ronde` does not import them."""
 RUN_TIME = {"numpy", "zmq", "msgspec", "psutil", "cloudpickle", "rich", "yaml"}
 

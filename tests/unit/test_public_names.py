@@ -15,6 +15,7 @@ import ronde.data
 import ronde.elastic
 import ronde.ps
 import ronde.search
+import ronde.serve
 import ronde.torch
 from tools.reference import public_names
 
@@ -29,8 +30,9 @@ PAGES = pytest.mark.parametrize(
         (ronde.dash, "dash.md"),
         (ronde.data, "data.md"),
         (ronde.search, "search.md"),
+        (ronde.serve, "serve.md"),
     ],
-    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.ps", "ronde.dash", "ronde.data", "ronde.search"],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 
 

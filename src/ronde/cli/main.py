@@ -17,6 +17,11 @@ COMMANDS = {
     "data": Command("ronde.cli.data:data", "Prepare data sets for training, in parallel on all ranks."),
     "search": Command("ronde.cli.search:search", "Search for hyper-parameters, on warm workers or with a command."),
     "export": Command("ronde.cli.export:export", "Make a model of a checkpoint: ONNX with its metadata."),
+    "predict": Command("ronde.cli.predict:predict", "Predict with a model over a data set, on any number of ranks."),
+    "workflow": Command(
+        "ronde.cli.workflow:workflow", "Prepare, search, train, export and predict, as a job file says."
+    ),
+    "serve": Command("ronde.cli.serve:serve", "Answer requests for predictions over HTTP, with several replicas."),
     "bench": Command("ronde.cli.bench.command:bench", "Measure ronde on this machine, in turn with gloo, DDP and MPI."),
     "doctor": Command(
         "ronde.cli.doctor.command:doctor", "Say whether jobs can run on these hosts, and what to do if not."

@@ -23,7 +23,9 @@ DESCRIPTION = """Show live what ranks do with their time, and who holds up other
 
 A rank computes, waits for others, or moves data (comm). "waited for" is how
 long other ranks have waited for this one, found from when each came to each
-operation; the rank that the others wait for most is marked."""
+operation; the rank that the others wait for most is marked. With a parameter
+server, "staleness" is how many updates of others come between the read of a
+rank and its push, lately and at most."""
 
 REFRESH_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 0.1
@@ -42,12 +44,12 @@ MAX_HOST_WIDTH = 12
 """Longer names are cut; on a wide terminal, those longer than twice this."""
 COLUMN_DROP_ORDER = (
     *("GPU mem", "step", "lately", "memory", "comm", "CPU"),
-    *("ops/s", "compute", "GPU", "steps/s", "waiting"),
+    *("ops/s", "compute", "GPU", "steps/s", "staleness", "waiting"),
 )
 """The order in which columns are dropped on a narrow terminal; "waited for" always stays."""
 WIDE_COLUMNS = {"step", "GPU mem", "lately"}
 """Shown on wide terminals only."""
-OPTIONAL_COLUMNS = {"step", "steps/s", "GPU", "GPU mem"}
+OPTIONAL_COLUMNS = {"step", "steps/s", "staleness", "GPU", "GPU mem"}
 """Shown only when some rank has a value."""
 MAX_CHANGES = 3
 """Changes of the round of an elastic job that are shown."""
@@ -63,6 +65,7 @@ def _percent(value: float | None) -> str:
 COLUMNS: dict[str, Callable[[RankStatus], str]] = {
     "step": lambda rank: str(rank.steps or UNKNOWN),
     "steps/s": lambda rank: UNKNOWN if rank.steps_per_s is None else format_number(rank.steps_per_s),
+    "staleness": lambda rank: UNKNOWN if rank.staleness is None else f"{rank.staleness:.1f} (max {rank.max_staleness})",
     "ops/s": lambda rank: UNKNOWN if rank.operations_per_s is None else format_number(rank.operations_per_s),
     "compute": lambda rank: _percent(rank.computing),
     "waiting": lambda rank: _percent(rank.waiting),
@@ -108,7 +111,13 @@ def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int =
     table.add_column("state", no_wrap=True)
     hosts = [shorten(rank.host) or UNKNOWN for rank in shown]
     host_width = min(MAX_HOST_WIDTH, max(map(len, hosts), default=0))
-    fixed_width = RANK_WIDTH + is_elastic * (WORKER_WIDTH + 1) + host_width + STATE_WIDTH + 3
+    fixed_width = (
+        max([RANK_WIDTH, *(len(rank.name) for rank in shown)])
+        + is_elastic * (WORKER_WIDTH + 1)
+        + host_width
+        + STATE_WIDTH
+        + 3
+    )
     columns = _choose_columns(shown, width - fixed_width, is_wide)
     for title in columns:
         table.add_column(title, justify="right", no_wrap=True)
@@ -116,7 +125,7 @@ def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int =
         table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
     for index, rank in enumerate(shown):
         is_slowest = rank.rank == status.slowest
-        number = UNKNOWN if rank.rank < 0 else str(rank.rank)
+        number = rank.name or (UNKNOWN if rank.rank < 0 else str(rank.rank))
         table.add_row(
             f"{SLOWEST_MARKER} {number}" if is_slowest else number,
             *((UNKNOWN if rank.number is None else str(rank.number),) if is_elastic else ()),

@@ -60,6 +60,7 @@ from ronde.comm.work import Work
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.event_loop import check_threads_can_start
 from ronde.net.messages import AbortChannel, CanShareIds
+from ronde.observe.recorder import Recorder
 from ronde.text import format_ranks
 from ronde.types import Deadline, DType, Op, OperationKind
 
@@ -141,6 +142,11 @@ class Group:
     def included(self) -> bool:
         """Whether this rank is a member."""
         return self.rank is not None
+
+    @property
+    def recorder(self) -> Recorder:
+        # What this rank reports of itself, for parameter servers.
+        return self._open_channels.recorder
 
     def __repr__(self) -> str:
         return f"<Group {self.id}: {format_ranks(self.ranks)}>"

@@ -40,7 +40,7 @@ class OpenChannels:
         self._rank = rank
         self._size = size
         self._backend = backend
-        self._recorder = recorder
+        self.recorder = recorder
         self._sample_arrivals = settings.coordinator_hosted
         self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
         self._lost: dict[int, str] = {}
@@ -61,9 +61,7 @@ class OpenChannels:
         """Open a channel together with the other members. The options are those of ChannelSpec."""
         spec = self._make_spec(group, suffix, members, **options)
         opened = self._open(spec, self._backend_for(members).open_channel)
-        channel = Channel(
-            opened, group, self._recorder, self.operation_timeout_s, sample_arrivals=self._sample_arrivals
-        )
+        channel = Channel(opened, group, self.recorder, self.operation_timeout_s, sample_arrivals=self._sample_arrivals)
         self._add_opened(channel, spec)
         return channel
 
@@ -75,7 +73,7 @@ class OpenChannels:
         if opened is None:
             return None
         channel = AnnouncedChannel(
-            opened, group, self._recorder, self.operation_timeout_s, sample_arrivals=self._sample_arrivals
+            opened, group, self.recorder, self.operation_timeout_s, sample_arrivals=self._sample_arrivals
         )
         self._add_opened(channel, spec)
         return channel
@@ -123,7 +121,7 @@ class OpenChannels:
             self.close(channel)
             raise self.closed_error or RoundEnded(f"channel {spec.id} is closed")
         event = ChannelOpened(at_ns=time.monotonic_ns(), rank=self._rank, channel=spec.id, members=spec.members)
-        self._recorder.record_event(event)
+        self.recorder.record_event(event)
 
     def close(self, channel: Channel, why: str = "") -> None:
         """Close a channel; what is under way ends with RoundEnded, for this reason. Idempotent."""
@@ -133,7 +131,7 @@ class OpenChannels:
             self.channels = tuple(each for each in self.channels if each is not channel)
         channel.close(why)
         event = ChannelClosed(at_ns=time.monotonic_ns(), rank=self._rank, channel=channel.backend_channel.spec.id)
-        self._recorder.record_event(event)
+        self.recorder.record_event(event)
 
     def add(self, channel: Channel) -> None:
         """Add an open channel. What needs a member that is lost already ends at once."""

@@ -17,13 +17,15 @@ UPLOT_DIR = Path(__file__).parent / "vendor" / "uplot"
 
 
 class PlotLine(msgspec.Struct, frozen=True):
+    """A line of a plot. Where y is None it has a gap."""
+
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
 
 
 class PlotData(msgspec.Struct, frozen=True):
-    """Lines over common axes, as report.js reads them."""
+    """Lines over common axes."""
 
     title: str
     x_label: str
@@ -42,14 +44,18 @@ class Page:
         self._title = title
         self._plots: list[PlotData] = []
 
-    def section(self, heading: str, new_plots: Sequence[PlotData], *figures: str) -> str:
-        """Return a section with these plots and figures; nothing if there is no plot."""
+    def charts(self, new_plots: Sequence[PlotData], *figures: str) -> str:
+        """Return these plots and figures beside each other."""
         drawn = []
         for index, plot in enumerate(new_plots, start=len(self._plots)):
             is_empty = all(value is None for line in plot.lines for value in line.y)
             drawn.append(make_figure(plot.title, "" if is_empty else f'<div data-plot="{index}"></div>'))
         self._plots.extend(new_plots)
-        return f'<h2>{heading}</h2><div class="charts">{"".join((*drawn, *figures))}</div>' if drawn else ""
+        return f'<div class="charts">{"".join((*drawn, *figures))}</div>'
+
+    def section(self, heading: str, new_plots: Sequence[PlotData], *figures: str) -> str:
+        """Return a section with these plots and figures; nothing if there is no plot."""
+        return f"<h2>{heading}</h2>{self.charts(new_plots, *figures)}" if new_plots else ""
 
     def render(self, sections: Sequence[str]) -> str:
         """Return the text of the page."""

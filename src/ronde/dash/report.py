@@ -41,6 +41,13 @@ def write_report(log: RunLog | Path | str, path: Path | str, *, title: str = "Tr
     return write_page(path, render_report_page(run, title=title))
 
 
+def write_plots(plots: Sequence[PlotData], path: Path | str, *, title: str) -> Path:
+    """Write a page with plots of your own numbers, each line with at most eight others, and return its absolute path.
+    The file appears whole or not at all."""
+    page = Page(title)
+    return write_page(path, page.render([page.charts(plots)]))
+
+
 def render_report_page(run: RunHistory, *, title: str = "Training run") -> str:
     """Return the report of a log as the text of an HTML page."""
     page = Page(title)

@@ -243,7 +243,7 @@ def load_function(name: str) -> Callable[..., Any]:
     return loaded
 
 
-def _hash_source(name: str) -> str:
+def hash_source(name: str) -> str:
     """Changes when the module of `module:function` does."""
     spec = importlib.util.find_spec(name.partition(":")[0])
     path = Path(spec.origin) if spec is not None and spec.origin else None
@@ -277,7 +277,7 @@ def open_input(options: PrepareOptions) -> PrepareInput:
     module, _, function = options.input.partition(":")
     if function.isidentifier() and module.replace(".", "").isidentifier() and not path.exists():
         load_function(options.input)
-        return PrepareInput(None, options.input, [(0, 0)] * LEAST_PARTS, _hash_source(options.input))
+        return PrepareInput(None, options.input, [(0, 0)] * LEAST_PARTS, hash_source(options.input))
     reader = open_dataset(options.input, split=None, format=options.format, decode_images=False, trust=options.trust)
     sizes = reader.table.sizes.tolist()
     parts = cut_parts(sizes, max(1, min(PART_BYTES, -(-sum(sizes) // LEAST_PARTS))))
@@ -343,7 +343,7 @@ class Preparation:
         options = msgspec.to_builtins(self._options)
         left_out = ("output", "threads", "force", "split")
         facts = {name: value for name, value in options.items() if name not in left_out}
-        transform = _hash_source(self._options.transform) if self._options.transform else ""
+        transform = hash_source(self._options.transform) if self._options.transform else ""
         return {**facts, "split": self._shares, "input_fingerprint": source.fingerprint, "transform_source": transform}
 
     def _find_complete(self, facts: dict[str, Any]) -> DataIndex | None:

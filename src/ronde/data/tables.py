@@ -25,11 +25,14 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class RowBlock:
     """Rows that were parsed together."""
 
-    def __init__(self, rows: Sequence[Sample]) -> None:
+    def __init__(self, rows: Sequence[Sample | DataError]) -> None:
         self._rows = rows
 
     def read(self, row: int) -> Sample:
-        return self._rows[row]
+        found = self._rows[row]
+        if isinstance(found, DataError):
+            raise found
+        return found
 
 
 # --- CSV -----------------------------------------------------------------------------------------------------------
@@ -91,14 +94,19 @@ class CsvReader(FileReader):
         if header is None:
             header = self._headers[name] = self._read_header(name)
         data = source.read(0, source.num_bytes)
-        rows: list[Sample] = []
-        for row in _parse_csv(data, f"{where} behind byte {start}"):
-            if len(row) != len(header):
-                raise DataError(
-                    f"{where}: row {len(rows) + 1} behind byte {start} has {len(row)} values, but there are "
-                    f"{len(header)} columns"
+        rows: list[Sample | DataError] = []
+        for row in _parse_rows(data, f"{where} behind byte {start}"):
+            if isinstance(row, DataError):
+                rows.append(row)
+            elif len(row) != len(header):
+                rows.append(
+                    DataError(
+                        f"{where}: row {len(rows) + 1} behind byte {start} has {len(row)} values, but there are "
+                        f"{len(header)} columns"
+                    )
                 )
-            rows.append({KEY: f"{name}:{start}+{len(rows)}", **dict(zip(header, row, strict=True))})
+            else:
+                rows.append({KEY: f"{name}:{start}+{len(rows)}", **dict(zip(header, row, strict=True))})
         if len(rows) != num_samples:
             raise DataError(f"{where} has changed or is truncated: the block at byte {start} has {len(rows)} rows")
         return RowBlock(rows)
@@ -111,6 +119,31 @@ class CsvReader(FileReader):
         if len(set(header)) != len(header) or not header:
             raise DataError(f"{self.folder.url}/{name}: the first row must name the columns, each once; got {header}")
         return header
+
+
+def _parse_rows(data: bytes, where: str) -> Sequence[list[str] | DataError]:
+    """The rows of a block. One that cannot be parsed is an error, and the others are not affected."""
+    try:
+        return _parse_csv(data, where)
+    except DataError:
+        pass
+    found: list[list[str] | DataError] = []
+    for line in _split_rows(data):
+        try:
+            found += _parse_csv(line, f"{where}, row {len(found) + 1}")
+        except DataError as error:
+            found.append(error)
+    return found
+
+
+def _split_rows(data: bytes) -> Iterator[bytes]:
+    quoted = np.cumsum(np.frombuffer(data, np.uint8) == QUOTE) % 2
+    start = 0
+    for end in (np.flatnonzero((np.frombuffer(data, np.uint8) == NEWLINE) & (quoted == 0)) + 1).tolist():
+        yield data[start:end]
+        start = end
+    if start < len(data):
+        yield data[start:]
 
 
 def _parse_csv(data: bytes, where: str) -> list[list[str]]:

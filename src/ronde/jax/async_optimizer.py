@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 
 from ronde.ps import Optimizer
 from ronde.ps.async_training import AsyncTraining
@@ -63,3 +64,14 @@ class AsyncTreeOptimizer:
 
     def _make_tree(self, values: Any) -> Any:
         return jax.tree_util.tree_unflatten(self._structure, [jnp.asarray(each) for each in values])
+
+
+def exchange_in_program(training: AsyncTraining, gradients: Sequence[Any], lr: Any = None) -> list[Any]:
+    """AsyncTraining.exchange() with arrays of JAX, also inside of jit: a callback, once in each run of the program."""
+    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in gradients]
+
+    def exchange(arrays: Sequence[Any], rates: Sequence[Any]) -> list[Any]:
+        return training.exchange([np.asarray(each) for each in arrays], float(rates[0]) if rates else None)
+
+    values: list[Any] = io_callback(exchange, shapes, list(gradients), [] if lr is None else [lr], ordered=True)
+    return values

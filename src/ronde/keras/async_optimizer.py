@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from ronde.ps import SGD, Adagrad, Adam, AdamW, Optimizer, RMSProp
 from ronde.ps.async_training import AsyncTraining
@@ -108,17 +107,9 @@ class AsyncApply:
 
             return exchange_tensors(training, [keras.ops.convert_to_tensor(each) for each in gradients], lr)
         if backend == "jax":
-            import jax
+            from ronde.jax.async_optimizer import exchange_in_program
 
-            shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in gradients]
-            rates = [] if lr is None else [lr]
-
-            def exchange(arrays: Sequence[Any], rates: Sequence[Any]) -> list[Any]:
-                return training.exchange([np.asarray(each) for each in arrays], float(rates[0]) if rates else None)
-
-            callback: Any = jax.experimental.io_callback
-            values: Sequence[Any] = callback(exchange, shapes, list(gradients), rates, ordered=True)
-            return values
+            return exchange_in_program(training, list(gradients), lr)
         arrays = [keras.ops.convert_to_numpy(each) for each in gradients]
         return training.exchange(arrays, None if lr is None else float(lr))
 

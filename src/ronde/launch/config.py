@@ -67,7 +67,8 @@ _RUN_OPTIONS = (
         "text",
         RANKS,
         "Start so many server processes for parameter servers (ronde.ps) beside the ranks; `in-ranks`: ranks are the "
-        "servers. Default: all slots of hosts that are written as host:2+servers, or in-ranks.",
+        "servers. With --tf-config they are those of TensorFlow's ParameterServerStrategy. Default: all slots of hosts "
+        "that are written as host:2+servers, or in-ranks.",
         "N|in-ranks",
     ),
     LaunchOption("config", "text", RANKS, "YAML file; its keys are these flags, with underscores.", "FILE"),
@@ -375,6 +376,14 @@ def read_config(path: str) -> dict[str, Any]:
 
 JOB_SECTIONS = ("run", "data", "search", "export", "predict", "serve")
 """The sections of a job file, one for each command. `run` has what a file with only the keys of `ronde run` has."""
+
+
+def read_sections(path: str) -> dict[str, dict[Any, Any]]:
+    """Return the sections of a job file with their values, unchecked. ValueError if it is no job file."""
+    found, lines = _load_yaml(path)
+    if not isinstance(found, dict) or found.keys().isdisjoint(JOB_SECTIONS):
+        raise ValueError(f"{path} is no job file: it has none of the sections {', '.join(JOB_SECTIONS)}")
+    return {section: _choose_section(path, section, found, lines) for section in found}
 
 
 def read_section(path: str, section: str, kind: type[SectionOptions]) -> SectionOptions:

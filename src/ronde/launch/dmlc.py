@@ -30,7 +30,7 @@ class HelperProcess(NamedTuple):
     host_index: int
 
 
-def make_helpers(job: Job) -> tuple[HelperProcess, ...]:
+def make_dmlc_processes(job: Job) -> tuple[HelperProcess, ...]:
     """Return the scheduler and the servers that a job has besides its ranks; nothing if it has none."""
     if job.dmlc_servers is None:
         return ()
@@ -40,10 +40,6 @@ def make_helpers(job: Job) -> tuple[HelperProcess, ...]:
         for index in range(job.dmlc_servers)
     ]
     return (HelperProcess(first, "the scheduler", "scheduler", 0), *servers)
-
-
-def helper_names(job: Job) -> dict[int, str]:
-    return {each.number: each.name for each in make_helpers(job)}
 
 
 def make_dmlc_variables(job: Job, network: JobNetwork, port: int, role: str, host_index: int) -> Mapping[str, str]:

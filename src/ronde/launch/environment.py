@@ -6,7 +6,7 @@ A rank gets ronde's own variables, and those that other systems read, so that th
     torch.distributed  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK
                        MASTER_ADDR MASTER_PORT
     JAX                JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID (JAX reads the first by itself)
-    TensorFlow         TF_CONFIG, unless the user has set it
+    TensorFlow         TF_CONFIG, unless the user has set it; with chief and ps, if the job has servers of TensorFlow
     Horovod            HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE HOROVOD_CROSS_RANK
                        HOROVOD_CROSS_SIZE HOROVOD_HOSTNAME (scripts read them before hvd.init())
     MXNet              DMLC_ROLE DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT DMLC_NUM_WORKER DMLC_NUM_SERVER DMLC_NODE_HOST, if
@@ -18,15 +18,17 @@ A rank gets ronde's own variables, and those that other systems read, so that th
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ronde.launch.dmlc import make_dmlc_variables, make_helpers
+from ronde.launch.dmlc import make_dmlc_variables
 from ronde.launch.job import Job
 from ronde.launch.placement import Placement, bind_cpus
 from ronde.launch.protocol import SERVER_COMMAND, PortCounts, RankOrder, StartRanks
+from ronde.launch.server_processes import make_helpers
 from ronde.net.addresses import format_address
 from ronde.settings import ASSIGNED_BY_LAUNCHER, describe_settings
 
@@ -63,10 +65,16 @@ def count_ports(job: Job, environ: Mapping[str, str]) -> tuple[PortCounts, ...]:
     for each rank that gets a TF_CONFIG. `environ` is the driver's environment."""
     reserved = [0] * len(job.used_hosts)
     if makes_tf_config(job, environ):
-        for placement in job.placements:
-            reserved[placement.host_index] += 1
+        for host_index in _hosts_of_tf_tasks(job):
+            reserved[host_index] += 1
     num_shared = NUM_SHARED_PORTS + (job.dmlc_servers is not None)
     return tuple(PortCounts(0 if index else num_shared, count) for index, count in enumerate(reserved))
+
+
+def _hosts_of_tf_tasks(job: Job) -> list[int]:
+    """By process that is in TF_CONFIG, the index of its host: the ranks, and then servers of TensorFlow."""
+    ranks = [placement.host_index for placement in job.placements]
+    return [*ranks, *(helper.host_index for helper in make_helpers(job) if job.has_tf_servers)]
 
 
 def makes_tf_config(job: Job, environ: Mapping[str, str]) -> bool:
@@ -114,33 +122,43 @@ def make_rank_orders(
         "JAX_NUM_PROCESSES": size,
     }
     dmlc_port = next(free_ports[0]) if job.dmlc_servers is not None else 0
-    tf_workers = [
-        format_address(addresses[placement.host_index], next(free_ports[placement.host_index]))
-        for placement in (job.placements if makes_tf_config(job, environ) else ())
+    helpers = make_helpers(job)
+    tf_addresses = [
+        format_address(addresses[host_index], next(free_ports[host_index]))
+        for host_index in (_hosts_of_tf_tasks(job) if makes_tf_config(job, environ) else ())
     ]
     given = {is_local: _given_variables(job, environ, is_local=is_local) for is_local in (True, False)}
     orders: dict[int, list[RankOrder]] = {}
     for placement in job.placements:
         facts = network.host_facts[placement.host_index]
         env = {**job_variables, "JAX_PROCESS_ID": str(placement.rank)}
-        if tf_workers:
-            task = {"type": "worker", "index": placement.rank}
-            cluster = {"worker": tf_workers}
-            env["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task, "launcher": TF_CONFIG_LAUNCHER})
+        if tf_addresses:
+            env["TF_CONFIG"] = _make_tf_config(job, tf_addresses, placement.rank)
         if dmlc_port:
             env.update(make_dmlc_variables(job, network, dmlc_port, "worker", placement.host_index))
         order = _make_order(job, placement, facts, given=given[facts.is_local], env=env, tty_fds=tty_fds)
         orders.setdefault(placement.host_index, []).append(order)
-    for helper in make_helpers(job):
+    for helper in helpers:
         facts = network.host_facts[helper.host_index]
-        env = {
-            **_common_variables(facts, local_size=1),
-            **given[facts.is_local],
-            **make_dmlc_variables(job, network, dmlc_port, helper.role, helper.host_index),
-        }
+        env = {**_common_variables(facts, local_size=1), **given[facts.is_local]}
+        if dmlc_port:
+            env.update(make_dmlc_variables(job, network, dmlc_port, helper.role, helper.host_index))
+        if tf_addresses and job.has_tf_servers:
+            env["TF_CONFIG"] = _make_tf_config(job, tf_addresses, helper.number)
         order = RankOrder(rank=helper.number, argv=job.command, env=env, cwd=job.cwd)
         orders.setdefault(helper.host_index, []).append(order)
     return {index: StartRanks(tuple(of_host), job.pickled_call, job.terminate_s) for index, of_host in orders.items()}
+
+
+def _make_tf_config(job: Job, addresses: Sequence[str], number: int) -> str:
+    """The TF_CONFIG of one process, from the addresses of all of them: the ranks, and then TensorFlow's servers."""
+    cluster = {"worker": addresses[: job.num_ranks]}
+    if job.has_tf_servers:
+        workers = addresses[1 : job.num_ranks]
+        cluster = {"chief": addresses[:1], "worker": workers, "ps": addresses[job.num_ranks :]}
+    kinds = [(kind, index) for kind, tasks in cluster.items() for index in range(len(tasks))]
+    task = dict(zip(("type", "index"), kinds[number], strict=True))
+    return json.dumps({"cluster": cluster, "task": task, "launcher": TF_CONFIG_LAUNCHER})
 
 
 def make_worker_order(
@@ -238,7 +256,7 @@ def _coordinator_variables(coordinator: str, key: str) -> dict[str, str]:
 
 def _server_variables(job: Job, coordinator: str) -> dict[str, str]:
     """Where workers and server processes meet, if the job has a coordinator for them."""
-    return {"RONDE_SERVERS": str(job.servers or 0), "RONDE_SERVER_COORDINATOR": coordinator} if coordinator else {}
+    return {"RONDE_SERVERS": str(job.num_servers), "RONDE_SERVER_COORDINATOR": coordinator} if coordinator else {}
 
 
 def _size_variables(size: int) -> dict[str, str]:
@@ -285,3 +303,10 @@ def _placement_variables(placement: Placement) -> dict[str, str]:
 def login_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that only an agent's own environment has. The variables of its ranks override them."""
     return {name: environ[name] for name in LOGIN_VARIABLES if name in environ}
+
+
+def assigned_threads() -> int:
+    """Return with how many threads this rank should compute: as many as its launcher, or the user, has set for OpenMP;
+    without a launcher, one for each core that it may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isascii() and given.isdigit() and int(given) else len(os.sched_getaffinity(0))

@@ -92,7 +92,8 @@ class Job:
     """How many servers of MXNet's distributed kvstore are started, with a scheduler (dmlc.py); None: no
     scheduler either."""
     servers: int | None = None
-    """How many server processes of parameter servers are started; 0: servers are in ranks. None: as 0."""
+    """How many server processes of parameter servers are started; 0: servers are in ranks. None: as 0. With tf_config
+    they are servers of TensorFlow's ParameterServerStrategy (server_processes)."""
     bind: CpuBinding = "none"
     """Whether a rank is bound to cores of its own."""
     debug_rank: int | None = None
@@ -113,6 +114,9 @@ class Job:
     """Of an elastic job; None when the number of ranks is fixed."""
     cooldown_s: tuple[float, float] = (1.0, 60.0)
     """In an elastic job, the shortest and the longest time for which a slot or host that has failed is left alone."""
+    is_service: bool = False
+    """In an elastic job: its processes form no rounds. Each that ends, for whatever reason, is started again, until the
+    job is told to end."""
     restarts: int = 0
     """How often a job of a fixed number of ranks is started again after a failure."""
     placements: tuple[Placement, ...] = field(init=False, repr=False, compare=False)
@@ -129,6 +133,16 @@ class Job:
         else:
             object.__setattr__(self, "placements", place_ranks(self.hosts, self.num_ranks))
 
+    @property
+    def has_tf_servers(self) -> bool:
+        """Whether the servers are those of TensorFlow, which run the command of the job."""
+        return bool(self.servers and self.tf_config)
+
+    @property
+    def num_servers(self) -> int:
+        """How many server processes of ronde.ps there are."""
+        return 0 if self.has_tf_servers else self.servers or 0
+
     def _check_servers(self) -> None:
         kept = [host for host in self.hosts if host.for_servers]
         num_slots = sum(host.slots for host in kept)
@@ -140,6 +154,11 @@ class Job:
             raise ValueError(
                 f"{self.servers} servers, but the hosts that are kept for them have {num_slots} slots; add slots, or "
                 "start fewer servers"
+            )
+        if self.has_tf_servers and self.num_ranks < 2:
+            raise ValueError(
+                "servers with tf_config are for ParameterServerStrategy, which needs a chief (rank 0) and at least one "
+                f"worker: start 2 ranks or more, got {self.num_ranks}"
             )
         if self.servers and self.dmlc_servers is not None:
             raise ValueError("servers and dmlc exclude each other: give one of them")

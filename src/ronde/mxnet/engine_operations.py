@@ -17,9 +17,13 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from ronde.comm.call import Call, Signature, hash_signature
 from ronde.comm.channel import Channel
@@ -78,10 +82,15 @@ class OrderedStream:
     """Operations without a name, of one group, in the order in which this rank has called them. Each has its channel, a
     plan channel of the group, which is opened when the first one is ready."""
 
-    def __init__(self, group: Group, name: str) -> None:
+    def __init__(self, group: Group, name: str, streams: OrderedStreams, owner: object = None) -> None:
+        """With an owner, no operation comes any more when that is gone."""
         self.group = group
         self.channel: Channel | None = None
+        # Operations that have not ended; guarded by the lock of EngineThread.
+        self.num_operations = 0
         self._name = name
+        self._streams = streams
+        self._owner = None if owner is None else weakref.ref(owner)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._is_opening = False
@@ -92,8 +101,19 @@ class OrderedStream:
         with self._opening:
             if self.channel is None:
                 _ = self.group.ordered_channel  # raises when nothing can start here
+                self._streams.close_unused(self.group, self._name)
                 self.channel = self.group.open_plan_channel(0, self._name, overlapped=True, number=1)
             return self.channel
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing is under way, and nothing will be."""
+        return self._owner is not None and self._owner() is None and not self.num_operations
+
+    def close(self) -> None:
+        """Close the channel, when no member uses it any more."""
+        if self.channel is not None:
+            self.group.close_plan_channel(self.channel)
 
     def add(self, operation: EngineOperation) -> None:
         with self._lock:
@@ -225,11 +245,13 @@ class EngineThread:
         add_operations_wait(self.wait_for_pushed)
         with InsideOperation(operation.description), self._push_lock:
             with self._lock:
+                found: OrderedStream | NamedStream
                 if isinstance(stream, tuple):
-                    named = self._named.setdefault(stream, NamedStream(*stream))
-                    named.num_operations += 1
+                    found = self._named.setdefault(stream, NamedStream(*stream))
+                else:
+                    found = stream
+                found.num_operations += 1
                 self._last_number += 1
-                found = named if isinstance(stream, tuple) else stream
                 operation.number, operation.stream = self._last_number, found
                 self._pushed[operation.number] = operation
             found.add(operation)  # before the engine can call it
@@ -300,10 +322,10 @@ class EngineThread:
             if self._pushed.pop(operation.number, None) is None:
                 return
             stream = operation.stream
-            if isinstance(stream, NamedStream):
-                stream.num_operations -= 1
-                if not stream.num_operations:
-                    del self._named[stream.group, stream.name]
+            assert stream is not None
+            stream.num_operations -= 1
+            if isinstance(stream, NamedStream) and not stream.num_operations:
+                del self._named[stream.group, stream.name]
             if not self._pushed:
                 self._idle.notify_all()
 
@@ -386,21 +408,41 @@ class EngineThread:
 
 
 class OrderedStreams:
-    """The streams of this process, by group and name. Safe from any thread."""
+    """The streams of this process, by group and name. Safe from any thread.
+
+    The channel of a stream has a thread and descriptors, and a program may make any number of trainers one after the
+    other. So a stream can have an owner. When the next channel of a group is opened, its members tell each other which
+    streams have lost theirs, and close the channels of those that all of them have told: when an owner is freed is not
+    the same on all ranks.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._streams: dict[tuple[Group, str], OrderedStream] = {}
 
-    def get(self, group: Group, name: str) -> OrderedStream:
-        """The stream of this name, equal on all members. A group belongs to a round, and its streams with it."""
+    def get(self, group: Group, name: str, owner: object = None) -> OrderedStream:
+        """The stream of this name, equal on all members. A group belongs to a round, and its streams with it. A name
+        that has an owner is used once."""
         with self._lock:
             stream = self._streams.get((group, name))
             if stream is None:
                 for key in [key for key in self._streams if _is_over(key[0])]:
                     del self._streams[key]
-                stream = self._streams[group, name] = OrderedStream(group, name)
+                stream = self._streams[group, name] = OrderedStream(group, name, self, owner)
             return stream
+
+    def close_unused(self, group: Group, opened: str) -> None:
+        """Close the channels of streams that no member uses any more. Collective: called by all members before they
+        open the channel of another stream."""
+        with self._lock:
+            unused = [name for (each, name), stream in self._streams.items() if each is group and stream.is_unused]
+        mine = np.frombuffer(msgspec.json.encode(unused), np.uint8)
+        told = group.allgather_each(mine, f"opening of {opened}")
+        for name in set.intersection(*(set(msgspec.json.decode(each.tobytes(), type=list[str])) for each in told)):
+            with self._lock:
+                stream = self._streams.pop((group, name), None)  # None if another thread, which opens one, was faster
+            if stream is not None:
+                stream.close()
 
 
 def _is_over(group: Group) -> bool:

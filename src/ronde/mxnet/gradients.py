@@ -160,7 +160,7 @@ class ParameterGradients(NamedTuple):
 
 
 class GradientReducer:
-    """Reduces the gradients of some parameters. All members make theirs in the same order, or give them names."""
+    """Reduces the gradients of some parameters. All members first use theirs in the same order, or give them names."""
 
     def __init__(
         self,
@@ -232,11 +232,13 @@ class GradientReducer:
     def _get_stream(self, members: Group) -> OrderedStream:
         """The stream of this reducer in this round."""
         if self._stream is None or self._stream.group is not members:
-            key = str(members.new_reducer_number())
             if self._name:
                 readable = re.sub(r"[^\w.-]+", "-", self._name)[:MAX_CHANNEL_NAME]
                 key = f"{readable}.{hash_signature(self._name) & 0xFFFFFFFF:08x}"
-            self._stream = streams.get(members, f"mxnet.gradients.{key}")
+                self._stream = streams.get(members, f"mxnet.gradients.{key}")
+            else:
+                number = members.new_reducer_number()
+                self._stream = streams.get(members, f"mxnet.gradients.{number}", owner=self)
         return self._stream
 
     def _plan(self, names: Sequence[str], wires: Sequence[Any]) -> tuple[PlannedBucket, ...]:

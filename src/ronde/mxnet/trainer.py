@@ -41,7 +41,7 @@ class DistributedTrainer(mx.gluon.Trainer):
 
     `compression` is None, "fp16", or a dictionary as gluon's own trainer takes it: {"type": "2bit", "threshold": 0.5}.
     The other options are those of GradientSettings: op, bucket_mb, overlap, predivide, together, compare_at_step. All
-    ranks make their trainers in the same order, or give them names.
+    ranks begin to use their trainers in the same order, or give them names.
     """
 
     def __init__(

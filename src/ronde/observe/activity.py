@@ -56,6 +56,8 @@ class ActivitySample(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     waited_for: tuple[tuple[int, int], ...] = ()
     """(rank, nanoseconds), where this rank knows by itself for whom it waited: named operations and messages."""
     current_operation: CurrentOperation | None = None
+    pushes: tuple[int, int, int] = (0, 0, 0)
+    """To a parameter server: how many, the sum of their staleness, and the largest."""
 
 
 class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +72,7 @@ class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
     worker: str = ""
     """The identity of its process; ranks may go to other processes in the next round."""
     steps: int = 0
-    """As marked by ronde.mark_step(), which optimizers call."""
+    """As marked by ronde.mark_step(), which optimizers call, or pushed to a parameter server."""
     steps_per_s: float | None = None
     operations: int = 0
     operations_per_s: float | None = None
@@ -81,6 +83,11 @@ class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Share of its time in which it was blocked and members were missing."""
     moving: float | None = None
     """Share of its time in which it was blocked and data travelled."""
+    staleness: float | None = None
+    """Of its last pushes to a parameter server, if there are any: how many updates of others came between a read and
+    the push that used it, in the mean."""
+    max_staleness: int | None = None
+    """The largest staleness of all its pushes."""
     held_up_s: float = 0.0
     """How long other ranks have waited for this one in this round, all of them added up."""
     holding_up: float = 0.0
@@ -178,6 +185,8 @@ class ActivityTracker:
             rank=rank,
             state="running",
             steps=last.steps,
+            staleness=_mean_staleness(first, last),
+            max_staleness=last.pushes[2] if last.pushes[0] else None,
             operations=last.operations,
             doing=_describe_wait(*blocked, now_ns) if blocked else "",
             silent_s=max(0.0, (now_ns - last.at_ns) / 1e9),
@@ -210,6 +219,13 @@ class ActivityTracker:
             missing = {other for _, current in same for other in current.missing} - {rank for rank, _ in same}
             found.update({rank: (current, tuple(sorted(missing))) for rank, current in same})
         return found
+
+
+def _mean_staleness(first: ActivitySample, last: ActivitySample) -> float | None:
+    """Return the mean of the pushes between two samples, or of all if there was none between."""
+    before = first.pushes if last.pushes[0] > first.pushes[0] else (0, 0, 0)
+    number = last.pushes[0] - before[0]
+    return (last.pushes[1] - before[1]) / number if number else None
 
 
 def find_slowest(holding_up: dict[int, float]) -> int | None:

@@ -30,6 +30,8 @@ class Recorder:
         self._waits_ns: dict[int, float] = {}
         self.steps = 0
         """Training steps, as ronde.mark_step() counts them."""
+        self._pushes = (0, 0, 0)
+        """To a parameter server: how many, the sum of their staleness, and the largest. Replaced as a whole."""
         self.tracing = False
         """Whether operations and events are kept for a trace. Changed by set_tracing()."""
         self.clock_offset_ns = 0
@@ -84,6 +86,12 @@ class Recorder:
             for rank, waited_ns in waits_ns.items():
                 self._waits_ns[rank] = self._waits_ns.get(rank, 0.0) + waited_ns
 
+    def record_push(self, staleness: int) -> None:
+        """Count a push to a parameter server. The staleness is how many updates of others came between its read and its
+        commit. Called by one thread at a time."""
+        number, total, largest = self._pushes
+        self._pushes = (number + 1, total + staleness, max(largest, staleness))
+
     def sample_activity(self, at_ns: int, current_operation: CurrentOperation | None) -> ActivitySample:
         """Return the sums so far, for the coordinator. They include the current operation up to now."""
         total, overlap = self._counters.snapshot(self.rank).total, self._overlap_counters.snapshot(self.rank).total
@@ -94,15 +102,17 @@ class Recorder:
             moving_s += (at_ns - current_operation.since_ns) / 1e9
         with self._lock:
             waited_for = tuple([(rank, int(waited_ns)) for rank, waited_ns in self._waits_ns.copy().items()])
+        pushes = self._pushes
         return ActivitySample(
             at_ns=at_ns,
-            steps=self.steps,
+            steps=max(self.steps, pushes[0]),
             operations=total.operations,
             bytes=total.bytes,
             waiting_ns=round(waiting_s * 1e9),
             moving_ns=round(moving_s * 1e9),
             waited_for=waited_for,
             current_operation=current_operation,
+            pushes=pushes,
         )
 
     def events(self) -> list[Event]:

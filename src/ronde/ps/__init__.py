@@ -6,6 +6,7 @@ for indices in server.samples(len(data), batch_size):
 server.close()
 """
 
+from ronde.ps.checkpoints import load_checkpoint
 from ronde.ps.embedding_tables import EmbeddingTable, NormalRows, UniformRows
 from ronde.ps.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, GradientNoise, Optimizer, RMSProp
 from ronde.ps.parameter_server import ParameterServer
@@ -23,4 +24,5 @@ __all__ = [
     "ParameterServer",
     "RMSProp",
     "UniformRows",
+    "load_checkpoint",
 ]

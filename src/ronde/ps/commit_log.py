@@ -44,6 +44,8 @@ class BeginRead(LogEntry, frozen=True):
     read: int
     with_states: bool = False
     """Whether it wants the states of the optimizer, too."""
+    save_to: str = ""
+    """If not empty, the servers write what it wants to this folder, and tell it what they have written."""
 
 
 class TakeLease(LogEntry, frozen=True):
@@ -126,6 +128,8 @@ class SendParts(NamedTuple):
     read: int
     version: int
     with_states: bool
+    save_to: str = ""
+    """The folder to which they are written instead."""
 
 
 class ReplyCommitted(NamedTuple):
@@ -192,7 +196,7 @@ class LogState:
         """SYNC: by clock and worker, pushes that are not in an update yet."""
         self._ended_epoch = -1
         """The last epoch of samples that is over."""
-        self._reads: dict[int, tuple[int, bool]] = {}
+        self._reads: dict[int, tuple[int, bool, str]] = {}
         """By worker, the read that waits, and whether it is one of states as well, in the order in which they came."""
         self._lease_requests: dict[int, TakeLease] = {}
         """By worker, those that wait until samples come back or the epoch is over."""
@@ -244,7 +248,7 @@ class LogState:
         if isinstance(entry, CommitPush):
             effects += self._push(entry, record.time_s)
         elif isinstance(entry, BeginRead):
-            self._begin_read(entry.worker, entry.read, record.time_s, entry.with_states)
+            self._begin_read(entry.worker, entry.read, record.time_s, entry.with_states, entry.save_to)
         elif isinstance(entry, TakeLease):
             effects += self._take_lease(entry)
         elif isinstance(entry, RemoveWorker):
@@ -311,9 +315,9 @@ class LogState:
         self.clocks.align()
         return self._complete_steps()
 
-    def _begin_read(self, worker: int, read: int, now_s: float, with_states: bool = False) -> None:
+    def _begin_read(self, worker: int, read: int, now_s: float, with_states: bool = False, save_to: str = "") -> None:
         self._reads.pop(worker, None)
-        self._reads[worker] = (read, with_states)
+        self._reads[worker] = (read, with_states, save_to)
         self.clocks.begin_wait(worker, now_s)
 
     def _answer_reads(self, effects: list[Effect], now_s: float) -> list[Effect]:
@@ -321,8 +325,8 @@ class LogState:
         answered: list[Effect] = []
         ready = [] if self.measuring else [worker for worker in self._reads if self.clocks.may_begin(worker)]
         for worker in ready:
-            read, with_states = self._reads.pop(worker)
-            answered.append(SendParts(worker, read, self.version, with_states))
+            read, with_states, save_to = self._reads.pop(worker)
+            answered.append(SendParts(worker, read, self.version, with_states, save_to))
             if not with_states:  # which is for a checkpoint, and not what the worker trains with
                 self._versions_read[worker] = self.version
                 self.last_reads[worker] = read

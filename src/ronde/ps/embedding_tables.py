@@ -238,11 +238,11 @@ def pack_arrays(arrays: Sequence[Array]) -> Array:
 def unpack_arrays(packed: Array) -> list[Array]:
     """What pack_arrays() was given, as views of the message."""
     try:
-        (count,) = _COUNT.unpack_from(packed)
+        (count,) = _COUNT.unpack(packed[: _COUNT.size].tobytes())
         if count * _ENTRY.size > packed.size:
             raise ValueError(f"{count} arrays")
-        entries = [_ENTRY.unpack_from(packed, _COUNT.size + _ENTRY.size * index) for index in range(count)]
         start, arrays = _COUNT.size + _ENTRY.size * count, []
+        entries = _ENTRY.iter_unpack(packed[_COUNT.size : start].tobytes())
         for kind, rows, columns in entries:
             dtype = np.dtype(_DTYPES[kind])
             num_bytes = rows * (columns or 1) * dtype.itemsize

@@ -9,17 +9,21 @@ change, they meet in the rounds of servers (server_rounds).
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized, resolve_group
 from ronde.errors import Mismatch, OperationTimeout
+from ronde.ps.checkpoints import SavedFile, write_manifest
 from ronde.ps.compression import check_codec, decode_values, encode_values
 from ronde.ps.embedding_tables import EmbeddingTable, cut_tables, pack_arrays
 from ronde.ps.leases import Lease
@@ -209,6 +213,11 @@ class ParameterServer:
         return self._worker.staleness
 
     @property
+    def is_finished(self) -> bool:
+        """Whether training is over: all workers have left. So it is for a process that came too late, too."""
+        return self._worker.is_finished
+
+    @property
     def is_server(self) -> bool:
         """Whether this rank holds parts of the parameters."""
         return self._participant.number in self.servers
@@ -289,6 +298,7 @@ class ParameterServer:
         if self._is_step_under_way:
             self._read_until(self._is_stepped, f"step {self._step}")
             self._is_step_under_way = False
+            self._group.recorder.record_push(self.staleness)
         return self.version
 
     def wait_for(self, name: str) -> None:
@@ -308,6 +318,7 @@ class ParameterServer:
         """As step(), without reading: return when the gradients are committed."""
         self._push(gradients, lrs, read=False)
         self._wait_until(lambda: self._worker.committed_step == self._step, f"the push of step {self._step}")
+        self._group.recorder.record_push(self.staleness)
 
     def pull(self) -> int:
         """Read the parameters, all of one version, into `parameters`. Return the version."""
@@ -346,6 +357,24 @@ class ParameterServer:
             for number in range(num_states):
                 part.scatter(rows[1 + number], [each.reshape(num_states, -1)[number] for each in states.values()])
         return {"version": read.version, "parameters": values, "optimizer": states, "tables": tables}
+
+    def save(self, directory: str | os.PathLike[str]) -> str:
+        """Let each server write its parts of the parameters and of the states of the optimizer, all of one version, to
+        a folder that all of them reach under this path. Return the folder of this checkpoint, inside of it, which
+        ronde.ps.load_checkpoint() reads. Called by one worker, whenever it likes; the others train on."""
+        self._check_worker()
+        self.finish_step()
+        path = str(Path(directory).absolute())
+        with self._changed:
+            sends = self._worker.begin_read(with_states=True, save_to=path)
+        self._participant.send(sends)
+        self._wait_until(self._has_read, "saving of the parameters")
+        with self._changed:
+            read = self._worker.read
+            assert read is not None
+            told = read.take()
+        files = [msgspec.json.decode(told[index].tobytes(), type=SavedFile) for index in sorted(told)]
+        return str(write_manifest(path, read.version, self._setup, list(self.tables), files))
 
     def samples(self, num_samples: int, batch_size: int, *, epoch: int = 0) -> Iterator[Array]:
         """Yield indices of samples to train on, batch_size at a time, until every sample of the epoch is used.
@@ -710,9 +739,9 @@ class ParameterServer:
             for index, array in values.items():
                 part = self._setup.parts[index]
                 part.scatter(decode_values(array, part.dtype), self._flat)
-        if not read.missing:
-            self._version = read.version
-            self._table_client.begin_step(read.number, read.version)
+            if is_over and not read.missing:
+                self._version = read.version
+                self._table_client.begin_step(read.number, read.version)
 
     def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
         with self._changed:

@@ -22,10 +22,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from ronde.comm.group import Group
 from ronde.comm.mailbox import MailboxMessage
 from ronde.errors import PeerLost, RondeError, RoundEnded
+from ronde.ps.checkpoints import write_part
 from ronde.ps.commit_log import LogState
 from ronde.ps.partition import Array, Configuration
 from ronde.ps.protocol import (
@@ -38,7 +40,7 @@ from ronde.ps.protocol import (
     decode,
     encode,
 )
-from ronde.ps.server import Action, Propose, SendState, ServerCore, ServerSetup
+from ronde.ps.server import Action, Propose, SavePart, SendState, ServerCore, ServerSetup
 from ronde.ps.worker import WorkerCore
 
 WAKE_UP = b""
@@ -99,7 +101,7 @@ class Participant:
         self._handling = threading.RLock()
         """Held while a message is handled: threads of two mailboxes may come, one after the other."""
         self._handling_thread = 0
-        """The number of the thread that has handled the last message."""
+        """The number of the thread that handles a message, or 0: it also takes what this process sends to itself."""
         self._to_self: deque[tuple[ServerMessage, Array | None]] = deque()
         """What this process has sent to itself."""
 
@@ -210,6 +212,8 @@ class Participant:
                     RondeError(f"the parameter server cannot go on: {reason}"), tell=not isinstance(error, RoundEnded)
                 )
                 raise
+            finally:
+                self._handling_thread = 0
 
     def _handle(self, source: int, message: ServerMessage, payload: Array | None) -> None:
         is_for_workers = isinstance(message, FOR_WORKERS)
@@ -251,6 +255,10 @@ class Participant:
             elif isinstance(action, SendState):
                 message = ServerState(self.server.configuration.epoch)
                 self.send((OutgoingMessage(action.to, message, self.messenger.pack(action.state)),))
+            elif isinstance(action, SavePart):
+                saved = write_part(action.directory, action.message.version, action.message.part, action.state)
+                told = np.frombuffer(msgspec.json.encode(saved), np.uint8)
+                self.send((OutgoingMessage(action.to, action.message, told),))
             else:
                 self.send((action,))
         if self.server.is_ready:

@@ -134,13 +134,14 @@ def clip(gradient: Array, norm: float, clip_norm: float) -> Array:
     """The gradient, scaled down if the global norm is above the limit. 0 is no limit."""
     if not clip_norm or norm <= clip_norm:
         return gradient
-    return gradient * np.asarray(clip_norm / (norm + CLIP_EPSILON), gradient.dtype)
+    clipped: Array = gradient * np.asarray(clip_norm / (norm + CLIP_EPSILON), gradient.dtype)
+    return clipped
 
 
 def compensate_delay(gradient: Array, strength: float, values: Array, values_read: Array) -> Array:
     """The gradient as it would be at the values of now, to first order, with g * g in place of the Hessian matrix
     (DC-ASGD, Zheng et al., 2017): g + strength * g * g * (values - values_read)."""
-    change = values - values_read
+    change: Array = values - values_read
     change *= gradient
     change *= gradient
     change *= np.asarray(strength, gradient.dtype)

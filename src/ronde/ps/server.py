@@ -132,7 +132,16 @@ class SendState(NamedTuple):
     state: LogState
 
 
-Action: TypeAlias = OutgoingMessage | Propose | SendState
+class SavePart(NamedTuple):
+    """A part is to be written to a folder, and the worker told what was written."""
+
+    to: int
+    message: PartValues
+    directory: str
+    state: Array
+
+
+Action: TypeAlias = OutgoingMessage | Propose | SendState | SavePart
 
 
 class PartReplica(Replica):
@@ -494,7 +503,7 @@ class ServerCore:
             primaries = self.configuration.primaries[:num_parts]
             own = [index for index, rank in enumerate(primaries) if rank == self.rank]
             return [action for index in own for action in self._send_part(index, effect)]
-        elif self.log.is_sequencer:
+        elif self.log.is_sequencer and not isinstance(effect, WorkerAdded):
             return [self.log.make_reply(effect)]
         return []
 
@@ -531,6 +540,8 @@ class ServerCore:
             if self._setup.compression != "none":
                 values = encode_values(values, self._setup.compression)
         message = PartValues(self.configuration.epoch, read.read, index, read.version)
+        if read.save_to:
+            return [SavePart(read.worker, message, read.save_to, values)]
         return [OutgoingMessage(read.worker, message, values)]
 
     def _answer_held_reads(self, index: int) -> list[Action]:

@@ -51,6 +51,8 @@ STOP_TIMEOUT_S = 5.0
 WAIT_CHECK_S = 0.1
 REJOIN_INTERVAL_S = 1.0
 """How often a process that has come later asks for a parameter server that is not established yet."""
+RETRY_S = 0.02
+"""The pause after a round that has not begun, because one was lost meanwhile."""
 TAG_BYTES = 16
 FOREVER_S = 1_000_000.0
 
@@ -60,7 +62,7 @@ HEADER = struct.Struct("<BII")
 logger = logging.getLogger("ronde.ps")
 
 
-class _Kind(enum.IntEnum):
+class RoundMessageKind(enum.IntEnum):
     MESSAGE = 0
     """A message of the parameter server (ronde.ps.protocol)."""
     CREATE = 1
@@ -137,7 +139,7 @@ class RoundMessenger:
         return self._rounds.error
 
     def post(self, to: int, header: bytes, payload: Array | None) -> None:
-        self._rounds.post(to, _Kind.MESSAGE, self._instance, header, payload)
+        self._rounds.post(to, RoundMessageKind.MESSAGE, self._instance, header, payload)
 
     def describe(self, number: int) -> str:
         return describe_member(number)
@@ -176,6 +178,8 @@ class ServerRounds:
         self._is_server_process = is_server_process
         self._num_made = 0
         self._established: set[int] = set()
+        self._newest: dict[int, Configuration] = {}
+        """By parameter server, the configuration with which it has gone on in this round."""
         self._wanted: set[int] = set()
         """Parameter servers that this process wants to join."""
         self._creations: dict[int, _Creation] = {}
@@ -215,7 +219,8 @@ class ServerRounds:
         self._is_stopping = True
         self._must_leave.set()
         if self._has_started and self._thread is not threading.current_thread():
-            self._thread.join(STOP_TIMEOUT_S)
+            # Outside of a round there is nobody to tell, and the thread may wait for others for long
+            self._thread.join(STOP_TIMEOUT_S if self._round is not None else WAIT_CHECK_S)
 
     def release(self, instance: int) -> None:
         """A parameter server is closed. Without any, a worker leaves the rounds."""
@@ -245,7 +250,7 @@ class ServerRounds:
             configuration = make_configuration(round.servers)
             packed = self.pack((sys.path, cloudpickle.dumps((setup, configuration))))
             for to in configuration.servers:
-                self.post(to, _Kind.CREATE, instance, b"", packed, attempt=creation.attempt)
+                self.post(to, RoundMessageKind.CREATE, instance, b"", packed, attempt=creation.attempt)
             messenger = RoundMessenger(self, instance)
             for to, message, payload in load(configuration):
                 messenger.post(to, encode(message), payload)
@@ -258,7 +263,7 @@ class ServerRounds:
                 self.add(instance, setup, configuration)
                 del self._creations[instance]
             for to in configuration.servers:
-                self.post(to, _Kind.ESTABLISH, instance, b"", None, attempt=creation.attempt)
+                self.post(to, RoundMessageKind.ESTABLISH, instance, b"", None, attempt=creation.attempt)
             return configuration
 
     def add(self, instance: int, setup: ServerSetup, configuration: Configuration) -> Participant:
@@ -266,7 +271,8 @@ class ServerRounds:
         with self._changed:
             participant = self.participants.get(instance)
             if participant is None:
-                participant = self.participants[instance] = Participant(self.number, setup, configuration)
+                newest = max(configuration, self._newest.get(instance, configuration), key=lambda each: each.epoch)
+                participant = self.participants[instance] = Participant(self.number, setup, newest)
                 participant.messenger = RoundMessenger(self, instance)
             self._established.add(instance)
         self.start()
@@ -306,7 +312,7 @@ class ServerRounds:
     # --- for messengers --------------------------------------------------------------------------------------------
 
     def post(
-        self, to: int, kind: _Kind, instance: int, header: bytes, payload: Array | None, *, attempt: int = 0
+        self, to: int, kind: RoundMessageKind, instance: int, header: bytes, payload: Array | None, *, attempt: int = 0
     ) -> None:
         """Send without waiting. Between rounds, and to who is not there, nothing is sent: a new epoch makes up for
         it."""
@@ -350,7 +356,7 @@ class ServerRounds:
         may_handle.wait()
         kind, instance, attempt = HEADER.unpack_from(message.header)
         source, header = numbers[message.source], message.header[HEADER.size :]
-        if kind == _Kind.MESSAGE:
+        if kind == RoundMessageKind.MESSAGE:
             participant = self.participants.get(instance)
             if participant is None:
                 return
@@ -358,8 +364,12 @@ class ServerRounds:
             participant.handle(source, header, message.payload)
             if participant.is_served.is_set() and not was_ready:
                 self._report_ready(instance)
-        elif kind == _Kind.CREATE:
-            setup, configuration = self._unpack_setup(message.payload)
+        elif kind == RoundMessageKind.CREATE:
+            try:
+                setup, configuration = self._unpack_setup(message.payload)
+            except Exception as error:  # of a user's optimizer, which may need what this process does not find
+                self._end(RondeError(f"the optimizer of a parameter server cannot be loaded: {error!r}"))
+                raise
             participant = Participant(self.number, setup, configuration, ServerCore(self.number, setup, configuration))
             participant.messenger = RoundMessenger(self, instance)
             participant.creator = (source, attempt)
@@ -367,13 +377,13 @@ class ServerRounds:
                 self.participants[instance] = participant
             if participant.server is not None and participant.server.is_ready:  # it has no parts
                 self._report_ready(instance)
-        elif kind == _Kind.READY:
+        elif kind == RoundMessageKind.READY:
             with self._changed:
                 creation = self._creations.get(instance)
                 if creation is not None and creation.attempt == attempt:
                     creation.ready.add(source)
                     self._changed.notify_all()
-        elif kind == _Kind.ESTABLISH:
+        elif kind == RoundMessageKind.ESTABLISH:
             with self._changed:
                 self._established.add(instance)
 
@@ -388,7 +398,7 @@ class ServerRounds:
     def _report_ready(self, instance: int) -> None:
         creator, attempt = self.participants[instance].creator
         if creator >= 0:
-            self.post(creator, _Kind.READY, instance, b"", None, attempt=attempt)
+            self.post(creator, RoundMessageKind.READY, instance, b"", None, attempt=attempt)
 
     def _on_lost(self, rank: int, why: str) -> None:
         self._must_leave.set()
@@ -446,6 +456,7 @@ class ServerRounds:
                 self._changed.notify_all()
         except RondeError as error:
             logger.info("%d: a round of servers has not begun: %s", self.number, error)
+            time.sleep(RETRY_S)
         may_handle.set()
         if is_begun:
             self._must_leave.wait()
@@ -509,6 +520,10 @@ class ServerRounds:
                     self.participants.pop(instance, None)  # all workers have closed it
                     self._established.discard(instance)
                     continue
+                if start.configuration is not None:
+                    self._newest[instance] = start.configuration
+                if participant is not None:
+                    self._established.add(instance)
                 is_wanted = self._is_server_process or instance in self._wanted
                 if participant is None and is_wanted and start.setup is not None and start.configuration is not None:
                     participant = self.participants[instance] = Participant(
@@ -561,11 +576,11 @@ def describe_member(number: int) -> str:
 # --- the rounds of this process --------------------------------------------------------------------------------------
 
 
-class _ProcessState:
+class _RoundsOfProcess:
     rounds: ServerRounds | None = None
 
 
-_state = _ProcessState()
+_state = _RoundsOfProcess()
 
 
 def server_rounds_of_job() -> ServerRounds | None:

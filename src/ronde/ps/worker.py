@@ -57,6 +57,8 @@ class PendingRead:
     missing: set[int]
     with_states: bool = False
     """Whether the values of a part are followed by the states of the optimizer."""
+    save_to: str = ""
+    """The folder to which servers write the parts; then what has come of each is what they say about it."""
     version: int = -1
     values: dict[int, Array] = field(default_factory=dict)
     """By part, what has come and was not taken."""
@@ -153,9 +155,10 @@ class WorkerCore:
         push.entry = CommitPush(self.rank, 0, step, number, tuple(leases), norm, tuple(lrs))
         return self._submit_staged()
 
-    def begin_read(self, *, with_states: bool = False) -> list[OutgoingMessage]:
+    def begin_read(self, *, with_states: bool = False, save_to: str = "") -> list[OutgoingMessage]:
         """Read the parameters without a push."""
-        return [self._submit(BeginRead(self.rank, 0, self._new_read(with_states), with_states))]
+        number = self._new_read(with_states, save_to)
+        return [self._submit(BeginRead(self.rank, 0, number, with_states, save_to))]
 
     @property
     def next_read(self) -> int:
@@ -283,10 +286,10 @@ class WorkerCore:
             for part in sorted(pending.missing)
         ]
 
-    def _new_read(self, with_states: bool = False) -> int:
+    def _new_read(self, with_states: bool = False, save_to: str = "") -> int:
         self._last_read += 1
         num_parts = self._num_parts + with_states * self._num_table_parts
-        self.read = PendingRead(self._last_read, set(range(num_parts)), with_states)
+        self.read = PendingRead(self._last_read, set(range(num_parts)), with_states, save_to)
         return self._last_read
 
     def _submit(self, entry: Entry) -> OutgoingMessage:
@@ -335,7 +338,7 @@ class WorkerCore:
         if reads_again and not (waiting_push is not None and waiting_push.entry and waiting_push.entry.read):
             assert self.read is not None
             before = self.read.number
-            sends += self.begin_read(with_states=with_states)
+            sends += self.begin_read(with_states=with_states, save_to=self.read.save_to)
             for pending in self.row_requests.values():  # that were asked for ahead of the read
                 if pending.read == before:
                     pending.read, pending.missing = self.read.number, set(pending.rows)

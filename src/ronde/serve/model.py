@@ -25,6 +25,7 @@ import numpy as np
 from ronde.comm.buffers import Array
 from ronde.data.files import safe_name, write_aside
 from ronde.errors import DataError, ModelError
+from ronde.settings import disable_onnxruntime_telemetry
 from ronde.text import shorten
 
 METADATA_NAME = "model.json"
@@ -138,7 +139,7 @@ class ModelFolder(msgspec.Struct, frozen=True):
     """Changes when a file of the model does, or what model.json says about it."""
 
 
-# --- folders -------------------------------------------------------------------------------------------------------
+# --- folders ---------------------------------------------------------------------------------------------------------
 
 
 def load_model_folder(path: str | os.PathLike[str], *, verify: bool = True) -> ModelFolder:
@@ -243,7 +244,7 @@ def _inner_file(root: Path, name: str) -> Path:
     return path
 
 
-# --- external data of ONNX -----------------------------------------------------------------------------------------
+# --- external data of ONNX -------------------------------------------------------------------------------------------
 
 # The messages of onnx.proto that lead to a tensor: by message, the numbers of fields and what they hold.
 _ONNX_MESSAGES: dict[str, dict[int, str]] = {
@@ -332,10 +333,11 @@ def _check_external_data(path: Path, named: set[str] | None) -> None:
             raise ModelError(f"{path} keeps weights in {shorten(name)!r}, which {METADATA_NAME} does not name: refused")
 
 
-# --- prediction ----------------------------------------------------------------------------------------------------
+# --- prediction ------------------------------------------------------------------------------------------------------
 
 
 def _open_session(path: Path, *, threads: int) -> Any:
+    disable_onnxruntime_telemetry()
     try:
         import onnxruntime
     except ModuleNotFoundError as error:

@@ -52,6 +52,8 @@ def sparse_and_dense_tensors_are_reduced_together() -> None:
 
     rows = [mine(rank)[:2] / 2 for rank in range(2)]
     assert_each_way(reduce, [mine()[:2], mine()], [np.concatenate(rows), [0, 2, 0, 2], (mine(0) + mine(1)) / 2])
+    whole = hvd.allreduce(tf.IndexedSlices(tf.constant([1 + hvd.rank()]), tf.constant([0])), op=hvd.Average)
+    np.testing.assert_array_equal(whole.values, [0.5, 1.0])
     slices = tf.IndexedSlices(mine(), tf.constant([0, 1, 2]), tf.constant([5, 2]))
     for options in ({"op": hvd.Max}, {"op": hvd.Adasum}, {"prescale_factor": 2.0}):
         with raises(NotImplementedError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import mxnet as mx
 import numpy as np
+import psutil
 import pytest
 from mxnet import autograd, gluon
 
@@ -72,6 +74,26 @@ def a_trainer_learns_what_one_process_learns_from_whole_batches() -> None:
             trainer = rm.DistributedTrainer(net.collect_params(), optimizer, options, **settings)
             trainer.broadcast_parameters()
             expect_close(train(net, trainer, share=True, batch=16 if settings.get("op") == "sum" else 8), wanted)
+
+
+@check
+def trainers_that_are_gone_leave_no_threads_and_no_descriptors() -> None:
+    process, counts = psutil.Process(), []
+    for _ in range(24):
+        parameter = gluon.Parameter("w", shape=(1000,))
+        parameter.initialize(mx.init.Zero())
+        trainer = rm.DistributedTrainer([parameter], "sgd", {"learning_rate": 1.0})
+        for _ in range(2):
+            with autograd.record():
+                loss = (parameter.data() * (ronde.rank() + 1.0)).sum()
+            loss.backward()
+            trainer.step(1)
+        del trainer
+        gc.collect()  # with operations under way
+        assert parameter.data().asnumpy().tolist() == [-3.0] * 1000
+        counts.append((process.num_threads(), process.num_fds()))
+    for first, last in zip(counts[4], counts[-1], strict=True):
+        assert last <= first + 4, counts
 
 
 @check

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ronde.ps.commit_log import LogState
+from ronde.ps.embedding_tables import EmbeddingTable, TablePart, UniformRows, pack_arrays
 from ronde.ps.partition import Array, Configuration, Part, PartsLost, TensorSlice, change_servers, make_configuration
 from ronde.ps.protocol import (
     FOR_WORKERS,
@@ -25,8 +26,9 @@ from ronde.ps.protocol import (
     decode,
     encode,
 )
-from ronde.ps.server import Propose, SendState, ServerCore, ServerSetup
+from ronde.ps.server import PartReplica, Propose, SendState, ServerCore, ServerSetup
 from ronde.ps.staleness import Mode, StalenessSettings
+from ronde.ps.table_replica import TableReplica, make_header
 from ronde.ps.worker import WorkerCore
 
 
@@ -42,6 +44,15 @@ class CountingOptimizer:
         np.add(values, gradient, out=out)
 
 
+NUM_TABLE_PARTS = 2
+
+
+def split_rows(rows: Iterable[int]) -> dict[int, Array]:
+    """By part of the table, the rows within it."""
+    split = {first: [row // NUM_TABLE_PARTS for row in rows if row % NUM_TABLE_PARTS == first] for first in range(2)}
+    return {first: np.array(own, np.uint32) for first, own in split.items() if own}
+
+
 @dataclass(slots=True)
 class Lost:
     """Stands behind the last message of a member that is gone."""
@@ -51,7 +62,8 @@ class Lost:
 
 @dataclass(slots=True)
 class ScriptedWorker:
-    """Trains on leased samples until the epoch is over: the gradient of a sample is 1 at its index."""
+    """Trains on leased samples until the epoch is over: the gradient of a sample is 1 at its index, and in its row of a
+    table. Before each step it reads the whole table, which has to be equal to the parameters that it has read."""
 
     core: WorkerCore
     num_samples: int
@@ -65,6 +77,12 @@ class ScriptedWorker:
     """Samples whose push is acknowledged."""
     under_way: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+
+    rows_request: int = 0
+    """For the rows of its last read, or of the next one."""
+    has_rows: bool = False
+    extra: float = 0.0
+    """Of the gradients of all samples, those of others as well."""
 
     is_late: bool = False
     """Whether it comes later than the others."""
@@ -86,6 +104,8 @@ class ScriptedWorker:
             return []
         if read.version >= 0 and (not self.versions or self.versions[-1] != read.version):
             self.versions.append(read.version)
+        if not self.has_rows:
+            return self.read_rows()
         if not self.request:
             self.request, sends = core.take_lease(0, self.num_samples, self.batch)
             return sends
@@ -99,9 +119,38 @@ class ScriptedWorker:
         self.under_way = [index for each in lease.ranges for index in range(each.start, each.stop)]
         gradient = np.zeros(self.num_samples)
         gradient[self.under_way] = 1.0
+        gradient += self.extra
         self.step += 1
+        self.has_rows = False
         sends = [each for part in range(self.num_parts) for each in core.stage(self.step, part, gradient)]
+        for first, own in split_rows(np.flatnonzero(gradient)).items():
+            values = gradient[first::NUM_TABLE_PARTS][own].reshape(-1, 1)
+            sends += core.stage(self.step, self.num_parts + first, pack_arrays([own, values]))
+        if self.step % 2:
+            sends += self.ask_for_rows(core.next_read)
         return [*sends, *core.commit(self.step, read=True, leases=(lease.number,))]
+
+    def ask_for_rows(self, read: int) -> list[OutgoingMessage]:
+        rows = {self.num_parts + first: own for first, own in split_rows(range(self.num_samples)).items()}
+        self.rows_request, sends = self.core.get_rows(read, rows)
+        return sends
+
+    def read_rows(self) -> list[OutgoingMessage]:
+        """Ask for the table, or look at what has come."""
+        read = self.core.read
+        assert read is not None
+        if not self.rows_request:
+            return self.ask_for_rows(read.number)
+        pending = self.core.row_requests[self.rows_request]
+        if pending.missing:
+            return []
+        assert pending.read == read.number and pending.versions == {read.version}
+        for part, values in pending.values.items():
+            first = part - self.num_parts
+            assert (values[:, 0] == read.values[0][first::NUM_TABLE_PARTS]).all(), "rows of another version"
+        del self.core.row_requests[self.rows_request]
+        self.rows_request, self.has_rows = 0, True
+        return self.advance()
 
 
 class Simulation:
@@ -120,19 +169,37 @@ class Simulation:
         batch: int = 2,
         clip_norm: float = 0.0,
         replicate: bool = True,
+        delay_compensation: float = 0.0,
     ) -> None:
         self.schedule = schedule
         self.mode = mode
         self.num_samples = num_samples
         self.parts = tuple(Part((TensorSlice(index, 0, num_samples),), "float64", 0) for index in range(num_parts))
         self.setup = ServerSetup(
-            self.parts, tuple(workers), StalenessSettings(mode, staleness), CountingOptimizer(), clip_norm
+            self.parts,
+            tuple(workers),
+            StalenessSettings(mode, staleness),
+            CountingOptimizer(),
+            clip_norm,
+            tables=(EmbeddingTable(num_rows=num_samples, dim=1, dtype="float64", initializer=UniformRows(0.0)),),
+            table_names=("samples",),
+            table_parts=tuple(
+                TablePart(0, first, NUM_TABLE_PARTS, len(range(first, num_samples, NUM_TABLE_PARTS)), 1, "float64", 0)
+                for first in range(NUM_TABLE_PARTS)
+            ),
+            delay_compensation=delay_compensation,
         )
-        configuration = make_configuration(self.parts, servers, replicate=replicate)
+        configuration = make_configuration(self.setup.all_parts, servers, replicate=replicate)
         self.ranks = sorted({*workers, *servers})
         self.servers = {rank: ServerCore(rank, self.setup, configuration) for rank in servers}
         self.workers = {
-            rank: ScriptedWorker(WorkerCore(rank, num_parts, configuration), num_samples, num_parts, batch)
+            rank: ScriptedWorker(
+                WorkerCore(rank, num_parts, configuration, NUM_TABLE_PARTS),
+                num_samples,
+                num_parts,
+                batch,
+                extra=0.25 if delay_compensation else 0.0,
+            )
             for rank in workers
         }
         self.links: dict[tuple[int, int], deque[tuple[bytes, Array | LogState | None] | Lost]] = {}
@@ -145,6 +212,10 @@ class Simulation:
                 if rank in configuration.replicas_of(index):
                     zeros = np.zeros(2 * part.size)
                     self.send(workers[0], [OutgoingMessage(rank, PartCopy(1, index, 0, {}), zeros)])
+            for index in range(num_parts, num_parts + NUM_TABLE_PARTS):
+                if rank in configuration.replicas_of(index):
+                    nothing = [make_header(0, 0), np.zeros(0, np.int64), np.zeros((0, 1)), np.zeros((0, 1))]
+                    self.send(workers[0], [OutgoingMessage(rank, PartCopy(1, index, 0, {}), pack_arrays(nothing))])
         for rank, worker in self.workers.items():
             self.send(rank, worker.start())
 
@@ -221,13 +292,15 @@ class Simulation:
         newest = max(known, key=lambda each: each.epoch)
         came = [*servers, *(rank for rank, core in self.servers.items() if core.is_evicted and rank in living)]
         try:
-            configuration = change_servers(newest, self.parts, lost=set(newest.servers) - {*living}, added=came)
+            configuration = change_servers(
+                newest, self.setup.all_parts, lost=set(newest.servers) - {*living}, added=came
+            )
         except PartsLost:
             return
         for rank in came:
             self.servers[rank] = ServerCore(rank, self.setup, configuration, is_added=True)
         for rank in workers:
-            core = WorkerCore(rank, len(self.parts), newest)
+            core = WorkerCore(rank, len(self.parts), newest, NUM_TABLE_PARTS)
             self.workers[rank] = ScriptedWorker(core, self.num_samples, len(self.parts), 2, is_late=True)
         self.ranks = sorted({*self.ranks, *servers, *workers})
         members = [rank for rank in self.ranks if rank not in self.dead]
@@ -273,14 +346,14 @@ class Simulation:
         if core.read is not None and core.read.values:
             first, *others = core.read.values.values()
             assert all((first == other).all() for other in others), "versions are mixed"
-            if self.mode is not Mode.SYNC:
+            if self.mode is not Mode.SYNC and not self.setup.delay_compensation:
                 assert first.max(initial=0) <= 1, "a push was applied twice"
 
     def check_replicas(self, server: ServerCore) -> None:
         for replica in server.replicas.values():
-            if replica.values is not None:
+            if isinstance(replica, PartReplica) and replica.values is not None:
                 size = replica.values.size
-                copy = replica.make_copy()
+                copy = replica.make_state()
                 assert (copy[:size] == copy[size:]).all()
 
     @property
@@ -292,5 +365,18 @@ class Simulation:
         found: list[Array] = []
         for rank, server in self.servers.items():
             if rank not in self.dead and not server.is_evicted:
-                found += [each.values for each in server.replicas.values() if each.values is not None]
+                parts = [each for each in server.replicas.values() if isinstance(each, PartReplica)]
+                found += [each.values for each in parts if each.values is not None]
         return found
+
+    def check_tables(self) -> None:
+        """All replicas of the table are equal to the parameters, which get the same gradients."""
+        values = self.values()[0]
+        for rank, server in self.servers.items():
+            if rank in self.dead or server.is_evicted:
+                continue
+            for index, replica in server.replicas.items():
+                if isinstance(replica, TableReplica) and replica.is_loaded:
+                    own = values[index - len(self.parts) :: NUM_TABLE_PARTS]
+                    rows, _ = replica.read(replica.version, np.arange(len(own)))
+                    assert (rows[:, 0] == own).all()

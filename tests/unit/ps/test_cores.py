@@ -22,7 +22,8 @@ def check_end(simulation: Simulation) -> None:
     assert all(worker.is_done and worker.core.is_finished for worker in simulation.live_workers)
     values = simulation.values()
     assert values and all((each == values[0]).all() for each in values)
-    if simulation.mode is not Mode.SYNC:
+    simulation.check_tables()
+    if simulation.mode is not Mode.SYNC and not simulation.setup.delay_compensation:
         assert (values[0] == 1).all(), values[0]
 
 
@@ -68,6 +69,29 @@ def test_a_server_killed_at_any_moment_loses_nothing(
     for _ in range(moment):
         simulation.deliver_one()
     simulation.kill(servers[seed % 3])
+    simulation.run()
+    check_end(simulation)
+
+
+@pytest.mark.slow
+@given(SEEDS, MODES, st.lists(st.integers(20, 300), max_size=2))
+@settings(max_examples=100, deadline=None)
+def test_replicas_stay_equal_when_delays_are_compensated_and_servers_are_killed(
+    seed: int, mode: Mode, moments: list[int]
+) -> None:
+    """A new backup needs what each worker has read, too."""
+    simulation = Simulation(
+        random.Random(seed), workers=range(3), servers=(3, 4, 5, 6), mode=mode, staleness=2, delay_compensation=0.5
+    )
+    simulation.run_until_ready()
+    victims = random.Random(seed).sample((3, 4, 5, 6), len(moments))
+    for victim, moment in zip(victims, moments, strict=True):
+        for _ in range(moment):
+            simulation.deliver_one()
+        while not is_replicated(simulation) and simulation.deliver_one():
+            pass
+        if is_replicated(simulation):
+            simulation.kill(victim)
     simulation.run()
     check_end(simulation)
 

@@ -48,6 +48,22 @@ def test_in_sync_mode_all_ranks_come_to_what_allreduce_comes_to(size: int) -> No
     run_threads(size, body)
 
 
+def test_in_sync_mode_three_workers_are_within_a_millionth_of_allreduce_after_100_steps() -> None:
+    def body(world: World) -> None:
+        generator = np.random.default_rng(world.rank)
+        expected = np.linspace(-1, 1, 50_000, dtype=np.float32)
+        with ParameterServer([expected.copy()], SGD(lr=0.01), group=world.group) as server:
+            own = server.parameters["0"]
+            for _ in range(100):
+                noise = generator.standard_normal(own.size, dtype=np.float32)
+                server.step([own + noise])
+                expected -= np.float32(0.01) * world.group.allreduce(expected + noise, op="mean")
+            assert np.abs(own - expected).max() <= 1e-6
+            assert not (own == np.linspace(-1, 1, 50_000, dtype=np.float32)).any()
+
+    run_threads(3, body)
+
+
 @pytest.mark.parametrize("mode", ["sync", "bounded", "dynamic", "async"])
 def test_every_sample_is_used_once_in_every_mode(mode: str) -> None:
     num_samples = 50

@@ -16,7 +16,7 @@ from tests.conformance.ranks import run_threads
 
 NUM_ROWS, DIM, PADDING, STEPS = 30, 6, 3, 40
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
 
 
 class Model(nn.Module):
@@ -66,9 +66,9 @@ def make_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def make_adam(model: Model) -> list[torch.optim.Optimizer]:
-    """PyTorch has Adam for dense gradients, and SparseAdam for sparse ones."""
-    tables, others = [model.embedding.weight], [*model.out.parameters()]
-    return [torch.optim.SparseAdam(tables, lr=0.02), torch.optim.Adam(others, lr=0.02)]
+    """PyTorch has Adam for dense gradients, and SparseAdam for sparse ones, which adds eps in another place."""
+    tables, others = [*model.embedding.parameters()], [*model.out.parameters()]
+    return [torch.optim.SparseAdam(tables, lr=0.02, eps=1e-15), torch.optim.Adam(others, lr=0.02, eps=1e-15)]
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[Any], list[Any]], Callable[[Any], Any]]] = {
@@ -80,7 +80,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], list[Any]], Callable[[Any], Any]]] =
         lambda model: [torch.optim.Adagrad(model.parameters(), lr=0.1)],
         lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
     ),
-    "adam": (make_adam, lambda model: torch.optim.Adam(model.parameters(), lr=0.02)),
+    "adam": (make_adam, lambda model: torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-15)),
 }
 
 
@@ -128,14 +128,14 @@ def test_every_other_mode_learns_and_goes_on_from_a_checkpoint(mode: str) -> Non
 
     def body(world: World) -> None:
         state = None
-        for begun in (0, 6):
+        for begun in (0, 12):
             users, items = ShardedEmbedding(24, 4), ShardedEmbedding(16, 4)
-            groups = [{"params": users.parameters()}, {"params": items.parameters(), "lr": 0.1}]
+            groups: list[dict[str, Any]] = [{"params": users.parameters()}, {"params": items.parameters(), "lr": 0.4}]
             optimizer = AsyncOptimizer(
-                torch.optim.Adagrad(groups, lr=0.2), mode=mode, staleness=2, state=state, group=world.group
+                torch.optim.Adagrad(groups, lr=0.5), mode=mode, staleness=2, state=state, group=world.group
             )
             before = optimizer.server.version
-            for epoch in range(6):
+            for epoch in range(12):
                 for indices in optimizer.samples(24 * 16, 16, epoch=epoch):
                     optimizer.zero_grad()
                     row, column = indices // 16, indices % 16
@@ -144,12 +144,12 @@ def test_every_other_mode_learns_and_goes_on_from_a_checkpoint(mode: str) -> Non
                     optimizer.step()
             world.group.barrier()
             optimizer.pull()
-            assert optimizer.server.version == before + 6 * 24
+            assert optimizer.server.version == before + 12 * 24
             if begun:
-                assert before == 6 * 24
+                assert before == 12 * 24
                 with torch.no_grad():
                     predicted = users(torch.arange(24)) @ items(torch.arange(16)).T
-                assert (predicted - ratings).square().mean() < 0.3 * ratings.square().mean()
+                assert (predicted - ratings).square().mean() < 0.2 * ratings.square().mean()
             state = optimizer.server.state_dict()
             world.group.barrier()
             optimizer.close()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ronde.comm.buffers import Array
 from ronde.comm.world import World
 from ronde.training.model_averaging import ModelAverager, Share, choose_peer
 from tests.conformance.ranks import run_threads
@@ -66,7 +67,7 @@ def test_peers_lead_to_everybody(size: int, begin: int) -> None:
 
 def test_local_steps_are_averaged_every_few_steps_by_allreduce() -> None:
     def body(world: World) -> None:
-        arrays = [np.full(3, float(world.rank)), np.zeros((2, 2), np.float32)]
+        arrays: list[Array] = [np.full(3, float(world.rank)), np.zeros((2, 2), np.float32)]
         averager = ModelAverager(arrays, every=3, group=world.group)
         assert (arrays[0] == 0).all()  # the first rank's
         for number in range(1, 8):
@@ -86,7 +87,7 @@ def test_gossip_with_a_slow_rank_loses_nothing_and_waits_for_nobody() -> None:
     num_steps = 60
 
     def body(world: World) -> float:
-        arrays = [np.zeros(4), np.zeros((3, 5), np.float32)]
+        arrays: list[Array] = [np.zeros(4), np.zeros((3, 5), np.float32)]
         averager = ModelAverager(arrays, every=2, method="gossip", group=world.group)
         for array in arrays:
             array[...] = 10.0 * world.rank

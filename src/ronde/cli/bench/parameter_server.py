@@ -19,6 +19,7 @@ import ronde
 from ronde.cli.bench.command import make_parser, parse_numbers, run_benchmark
 from ronde.cli.bench.peers import is_installed
 from ronde.cli.bench.rpc_parameter_server import FLAT, WAYS, time_parameter_servers
+from ronde.cli.bench.sparse_rows import DENSE, RPC_ROWS, time_rows
 from ronde.cli.bench.table import BenchmarkDisplay, describe_conditions, format_ratio, make_table
 from ronde.ps import SGD, ParameterServer
 from ronde.text import format_microseconds
@@ -31,7 +32,7 @@ TURN_STEPS = 2
 """Workers that are slow in turn are so for this many steps."""
 STALENESS = 4
 MODES = ("sync", "bounded", "dynamic", "async")
-WHAT = ("slow", "turns", "step", "rpc")
+WHAT = ("slow", "turns", "step", "rpc", "sparse")
 SIZES = "400000,4000000,40000000"
 
 DETAILS = """slow: steps per second of all workers when the last one takes three times as long as the others, in each
@@ -39,7 +40,9 @@ mode, against sync mode. turns: the same when the workers are slow in turn, each
 is not slow sleeps for 20 ms. step: how long a step with SGD takes, with and without a backup of each part, beside an
 allreduce of as many bytes and the same update on each rank. All ranks are servers and workers. rpc: the time of a step
 in async mode with one server and -np workers, beside one of torch.distributed.rpc, with one call per step (flat) and
-with calls for each of 60 parameters, as in PyTorch's tutorial. Between hosts: benchmarks/netns_parameter_server.py."""
+with calls for each of 60 parameters, as in PyTorch's tutorial. sparse: the same with 1,000 random rows of a table of
+--rows rows of 64 numbers, with the whole table in every step, and with two calls of torch.distributed.rpc for the rows;
+MB is what a worker sends and gets in a step. Between hosts: benchmarks/netns_parameter_server.py."""
 
 
 class ParameterServerResult(msgspec.Struct, frozen=True):
@@ -52,18 +55,20 @@ class ParameterServerResult(msgspec.Struct, frozen=True):
     """slow, turns: of all workers together."""
     ratio: float = 0.0
     """slow, turns: against sync mode. step: how many times as fast as an allreduce. rpc: as one call of torch's per
-    step."""
+    step. sparse: as torch's RPC for rows, or without PyTorch as the whole table."""
     staleness: int = 0
     """slow, turns: the largest of all pushes."""
     num_bytes: int = 0
+    """step, rpc: of all parameters. sparse: sent and received by a worker in a step, if ronde counts it."""
     median_us: float = 0.0
-    """step, rpc: of a step."""
+    """step, rpc, sparse: of a step."""
 
 
 def ps(arguments: Sequence[str]) -> int:
     parser = make_parser("ps", details=DETAILS, rounds=20, seconds=4.0, work="mode")
     parser.add_flag("--what", metavar="WHAT,…", default=",".join(WHAT), help="What to measure.")
     parser.add_flag("--bytes", metavar="N,…", default=SIZES, help="Bytes of parameters for step and rpc.")
+    parser.add_flag("--rows", metavar="N", type=int, default=1_000_000, help="Rows of the table for sparse.")
     return run_benchmark(parser, arguments, _measure)
 
 
@@ -82,6 +87,9 @@ def _measure(flags: argparse.Namespace, console: Console) -> None:
         for num_bytes in sizes if "step" in wanted else ():
             display.show_progress(f"a step of {num_bytes} bytes")
             display.add(measure_steps(num_bytes, flags.num_ranks, flags.rounds))
+        if "sparse" in wanted:
+            display.show_progress(f"some of {flags.rows} rows")
+            display.add(measure_sparse(flags.rows, flags.num_ranks, flags.rounds))
         if "rpc" in wanted and not is_installed("torch"):
             console.print("rpc: PyTorch is not installed", style="dim")
             return
@@ -180,14 +188,33 @@ def measure_rpc(num_bytes: int, num_workers: int, rounds: int) -> list[Parameter
     ]
 
 
+def measure_sparse(num_rows: int, num_workers: int, rounds: int) -> list[ParameterServerResult]:
+    """The time and the traffic of a step of a worker that uses some rows of a table."""
+    by_rank = ronde.run(time_rows, (num_rows, rounds, is_installed("torch")), np=num_workers + 1)
+    workers = by_rank[:-1]
+    medians = {way: max(statistics.median(each[way][0]) for each in workers) for way in workers[0]}
+    reference_s = medians.get(RPC_ROWS, medians[DENSE])
+    return [
+        ParameterServerResult(
+            "sparse",
+            way,
+            num_workers + 1,
+            num_bytes=0 if way == RPC_ROWS else round(sum(each[way][1] for each in by_rank) / num_workers),
+            median_us=seconds * 1e6,
+            ratio=reference_s / seconds,
+        )
+        for way, seconds in medians.items()
+    ]
+
+
 def render_table(results: Sequence[ParameterServerResult], caption: str = "") -> Table:
     table = make_table("", "way", "MB", "per step", "steps/s", "ratio", "staleness", caption=caption)
     for row in results:
-        is_step = row.what in ("step", "rpc")
+        is_step = row.what in ("step", "rpc", "sparse")
         table.add_row(
             row.what,
             row.mode,
-            f"{row.num_bytes / 1e6:g}" if is_step else "",
+            f"{row.num_bytes / 1e6:.3g}" if row.num_bytes else "",
             format_microseconds(row.median_us) if is_step else "",
             "" if is_step else f"{row.steps_per_s:.1f}",
             format_ratio(row.ratio),

@@ -25,7 +25,6 @@ from ronde.coordinator.membership import ElasticLimits, Membership
 from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
-from ronde.launch.dmlc import make_helpers
 from ronde.launch.driver.agents import AgentGroup, StartCancelled
 from ronde.launch.driver.failure_report import JobResult, StopRequest, make_job_result
 from ronde.launch.driver.host_source import FixedHosts, HostPoller, HostSource
@@ -52,7 +51,7 @@ from ronde.launch.job import Job
 from ronde.launch.network import HostFacts
 from ronde.launch.placement import Host, Placement, hosts_or_localhost
 from ronde.launch.protocol import PortCounts, RankOrder
-from ronde.launch.server_processes import place_servers, process_names
+from ronde.launch.server_processes import make_helpers, place_servers, process_names
 from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey, new_job_key
@@ -113,12 +112,12 @@ def log_to_output(loop: EventLoop, print_message: Callable[[str], None]) -> Iter
         while pending:
             print_message(pending.popleft())
 
-    class Handler(logging.Handler):
+    class PendingLogHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             pending.append(self.format(record))
             loop.call_soon_threadsafe(print_pending)
 
-    handler = Handler(logging.WARNING)
+    handler = PendingLogHandler(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield
@@ -136,10 +135,13 @@ class Driver:
         output_sink: OutputSink,
         *,
         host_source: HostSource | None = None,
+        prepare: Callable[[Job, str], Job] | None = None,
         on_message: Callable[[int, bytes], None] | None = None,
     ) -> None:
-        """`host_source` says which hosts an elastic job may use; by default those of the job, for ever. `on_message`
-        gets the messages of ranks (Job.has_messages), in the thread of run()."""
+        """`host_source` says which hosts an elastic job may use; by default those of the job, for ever. `prepare` is
+        called in the thread of run(), before the first worker of an elastic job is started, with the job and the
+        address at which workers reach this machine; the job that it returns is run. `on_message` gets the
+        messages of ranks (Job.has_messages), in the thread of run()."""
         if job.debug_rank is not None:  # the other ranks wait for a person
             settings = job.settings.replace(start_s=UNLIMITED_S, operation_s=UNLIMITED_S, stall_s=0.0)
             job = replace(job, settings=settings)
@@ -147,6 +149,7 @@ class Driver:
         self._output_sink = output_sink
         self._host_source = host_source
         self._on_message = on_message
+        self._prepare = prepare
         self._stop_requests: deque[StopRequest] = deque()
         self._loop: EventLoop | None = None
         self._agents: AgentGroup | None = None
@@ -162,6 +165,13 @@ class Driver:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(
                 lambda: self._supervisor.send_message(rank, data) if self._supervisor is not None else None
+            )
+
+    def kill_worker(self, number: int) -> None:
+        """Kill a worker of an elastic job. From any thread; has no effect if it does not run."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(
+                lambda: self._supervisor.ask_to_end([number], signal.SIGKILL) if self._supervisor is not None else None
             )
 
     def run(self) -> JobResult:
@@ -200,7 +210,9 @@ class Driver:
         )
         opened.callback(coordinator.close)
         coordinator.start([placement.host.name for placement in job.placements])
-        server_coordinator = self._open_server_coordinator(network.driver_address, key, opened) if job.servers else None
+        server_coordinator = (
+            self._open_server_coordinator(network.driver_address, key, opened) if job.num_servers else None
+        )
         orders = make_rank_orders(
             job,
             network,
@@ -267,6 +279,9 @@ class Driver:
         network = agents.probe_network(key, (PortCounts(),) * len(first_hosts), may_grow=may_grow)
         if self._stop_requests:
             raise StartCancelled
+
+        if self._prepare is not None:
+            job = self._job = self._prepare(job, network.driver_address)
 
         def on_membership(membership: Membership) -> None:  # in the coordinator's thread
             loop.call_soon_threadsafe(lambda: follow(membership))
@@ -385,7 +400,7 @@ class Driver:
     def _open_server_coordinator(self, address: str, key: str, opened: ExitStack) -> CoordinatorServer:
         """The coordinator of server processes and workers. Their rounds have nothing to do with those of training."""
         job = self._job
-        num_members = job.num_ranks + (job.servers or 0)
+        num_members = job.num_ranks + job.num_servers
         settings = job.settings.replace(timeline="", stall_s=0.0)
         limits = ElasticLimits(start_ranks=num_members, timeout_s=UNLIMITED_S, suspend_s=settings.suspend_s)
         coordinator = CoordinatorServer(

@@ -63,11 +63,11 @@ class JobResult:
     """Who ended it from outside, if anybody did."""
 
 
-def format_processes(numbers: Sequence[int], names: Mapping[int, str]) -> str:
-    """Name processes: ranks by their numbers, and others by their names."""
+def format_processes(numbers: Sequence[int], names: Mapping[int, str], noun: str = "rank") -> str:
+    """Name processes: ranks, or workers, by their numbers, and others by their names."""
     ranks = [number for number in numbers if number not in names]
     others = [names[number] for number in numbers if number in names]
-    return ", ".join([*([format_ranks(ranks)] if ranks else []), *others])
+    return ", ".join([*([format_ranks(ranks, noun)] if ranks else []), *others])
 
 
 def describe_exit(rank_exit: RankExit) -> str:

@@ -46,6 +46,8 @@ class RankStatus(RankActivity, frozen=True, kw_only=True):
     """Below 0: the signal that ended it."""
     number: int | None = None
     """In an elastic job, the number of its worker. One that is in no round has rank -1."""
+    name: str = ""
+    """Of a process that is no rank, such as a server; it has rank -1."""
 
 
 class GoneWorker(msgspec.Struct, frozen=True):
@@ -110,7 +112,10 @@ def make_job_status(
         size=activity.size,
         round=activity.round,
         slowest=activity.slowest,
-        ranks=tuple(_add_activity(rank_statuses[each.rank], each) for each in activity.ranks),
+        ranks=(
+            *(_add_activity(rank_statuses[each.rank], each) for each in activity.ranks),
+            *_server_statuses(rank_statuses),
+        ),
     )
 
 
@@ -133,7 +138,7 @@ def make_elastic_status(
         known = activities.get(rank, RankActivity(rank=rank, state="starting"))
         ranks.append(_add_activity(msgspec.structs.replace(worker_statuses[number], number=number), known))
     for number, status in worker_statuses.items():
-        if number not in members and status.exit_code is None:
+        if number not in members and status.exit_code is None and not status.name:
             why = f"worker {number} is getting ready" if status.pid else f"worker {number} is being started"
             ranks.append(msgspec.structs.replace(status, rank=-1, number=number, state="starting", why=why))
     return JobStatus(
@@ -144,10 +149,19 @@ def make_elastic_status(
         size=len(members),
         round=activity.round,
         slowest=activity.slowest,
-        ranks=tuple(ranks),
+        ranks=(*ranks, *_server_statuses(worker_statuses)),
         rounds=tuple(rounds[-MAX_ROUNDS_SHOWN:]),
         plan=plan,
     )
+
+
+def _server_statuses(statuses: Mapping[int, RankStatus]) -> list[RankStatus]:
+    """The processes that are no ranks and run."""
+    return [
+        msgspec.structs.replace(status, rank=-1, state="running" if status.pid else "starting")
+        for status in statuses.values()
+        if status.name and status.exit_code is None
+    ]
 
 
 def _add_activity(status: RankStatus, activity: RankActivity) -> RankStatus:

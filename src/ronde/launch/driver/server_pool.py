@@ -89,7 +89,7 @@ class ServerPool:
 
     def start(self) -> None:
         """Start the servers that the job begins with."""
-        self._start(range(self._job.servers or 0))
+        self._start(range(self._job.num_servers))
 
     def close(self) -> None:
         for timer in self._timers:

@@ -47,7 +47,7 @@ from ronde.launch.protocol import (
 from ronde.launch.timeouts import HELPER_END_TIMEOUT_S
 from ronde.launch.tty import RawTerminalInput
 from ronde.net.event_loop import EventLoop, Timer
-from ronde.text import INTERRUPTED_CODE, LOST_CODE, format_ranks
+from ronde.text import INTERRUPTED_CODE, LOST_CODE
 
 SIGPIPE_EXIT_CODE = 141
 """A shell's exit code for a program whose output nobody reads any more (SIGPIPE)."""
@@ -125,12 +125,14 @@ class FixedRanks:
 
 class RanksWithHelpers:
     """The policy of a job that has a scheduler and servers besides its ranks: it needs all of them until the last rank
-    has ended. They end by themselves then, or are asked to."""
+    has ended. They end by themselves then, or are asked to. With servers of TensorFlow that is so when the chief, rank
+    0, has ended: its workers serve for ever."""
 
     def __init__(self, loop: EventLoop, supervisor: RankSupervisor, helpers: Collection[int], job: Job) -> None:
         self._loop = loop
         self._supervisor = supervisor
         self._helpers = frozenset(helpers)
+        self._has_chief = job.has_tf_servers
         self._delays_s = ((signal.SIGTERM, HELPER_END_TIMEOUT_S), (signal.SIGKILL, job.terminate_s))
 
     @property
@@ -138,8 +140,13 @@ class RanksWithHelpers:
         return False
 
     def handle_exit(self, rank_exit: RankExit) -> TerminationEvent | None:
-        if rank_exit.exit_code != 0 and not (rank_exit.requested and rank_exit.rank in self._helpers):
+        is_helper = self._has_chief or rank_exit.rank in self._helpers
+        if rank_exit.exit_code != 0 and not (rank_exit.requested and is_helper):
             return TerminationEvent.RANK_FAILED
+        if self._has_chief:
+            if rank_exit.rank == 0:
+                self._end_others()
+            return None
         if self._helpers.issuperset(self._supervisor.running) and rank_exit.rank not in self._helpers:
             self._end_helpers()
         return None
@@ -147,6 +154,13 @@ class RanksWithHelpers:
     def handle_agent_lost(self, host_index: int, error: HostError) -> None: ...
 
     def handle_agent_stopping(self, host_index: int) -> None: ...
+
+    def _end_others(self) -> None:
+        """The chief has ended: nobody needs the others any more."""
+        running = sorted(self._supervisor.running)
+        self._supervisor.ask_to_end(running, signal.SIGTERM)
+        delay_s = self._delays_s[-1][1]
+        self._loop.call_later(delay_s, partial(self._supervisor.ask_to_end, running, signal.SIGKILL))
 
     def _end_helpers(self) -> None:
         """The last rank has ended: ask those that still run to end, first in one way and then in another."""
@@ -220,6 +234,11 @@ class RankSupervisor:
     def running(self) -> Mapping[int, RankLocation]:
         return self._running
 
+    @property
+    def running_ranks(self) -> Mapping[int, RankLocation]:
+        """Those that run, without processes that are no ranks."""
+        return {number: location for number, location in self._running.items() if number not in self._names}
+
     # --- called by the driver ----------------------------------------------------------------------------------
 
     def start_ranks(self, locations: Iterable[RankLocation], orders: Mapping[int, StartRanks]) -> None:
@@ -227,7 +246,10 @@ class RankSupervisor:
         for location in locations:
             rank, _, host, local_rank = location
             self._running[rank] = location
-            self.rank_statuses[rank] = RankStatus(rank=rank, state="starting", host=host, local_rank=local_rank)
+            name = self._names.get(rank, "")
+            self.rank_statuses[rank] = RankStatus(
+                rank=rank, state="starting", host=host, local_rank=local_rank, name=name
+            )
             self._output_sink.rank_started(rank)
         self._send(orders)
         if self._output_paused:
@@ -372,9 +394,8 @@ class RankSupervisor:
         """Print what the user waits for, unless a reader of the output has left without a word."""
         if not self._running or (self.stop_request is not None and not self.stop_request.reason):
             return
-        ranks = format_processes(sorted(self._running), self._names)
-        if self._job.limits is not None:
-            ranks = format_ranks(self._running, "worker")
+        noun = "rank" if self._job.limits is None else "worker"
+        ranks = format_processes(sorted(self._running), self._names, noun)
         if stage is TerminationStage.INTERRUPT:
             self.print_message(f"Ctrl-C: {ranks} may end; press it again to kill")
         elif stage is TerminationStage.KILL:

@@ -163,7 +163,7 @@ class WorkerPool:
             return  # it was removed, and perhaps another one was started there
         now_s = self._clock()
         self._slots.agent_changed(name, AgentStage.STOPPING, now_s)
-        for number, location in self._supervisor.running.items():
+        for number, location in self._supervisor.running_ranks.items():
             if location.host_index == host_index:
                 self._leaving.add(number)
                 self._slots.worker_asked(number, now_s)
@@ -187,10 +187,10 @@ class WorkerPool:
         is_waiting = plan.action is PlanAction.WAIT and is_too_small and membership.num_rounds
         if is_waiting and plan.describe() != before.plan.describe():
             self._supervisor.print_message(plan.describe())
-        if plan.action is PlanAction.FAIL:
+        if plan.action is PlanAction.FAIL and not self._job.is_service:
             self._fail(plan.describe(), TerminationEvent.RANK_FAILED)
         if membership.is_finished and not before.is_finished:  # those that have not joined are not needed any more
-            late = [number for number in self._supervisor.running if number not in membership.members]
+            late = [number for number in self._supervisor.running_ranks if number not in membership.members]
             self._supervisor.ask_to_end(late, signal.SIGTERM)
         if self._has_failed_behind_training():  # its exit was reported before
             self._supervisor.end_job(TerminationEvent.RANK_FAILED)
@@ -202,13 +202,19 @@ class WorkerPool:
         number = rank_exit.rank
         self._exits[number] = rank_exit
         self._first_ranks.pop(number, None)
-        is_failure = self._is_own_failure(rank_exit) and not self._has_begun
-        is_done = not self._has_begun and rank_exit.exit_code == 0 and number not in self._leaving
+        is_before = not self._has_begun and not self._job.is_service
+        is_failure = self._is_own_failure(rank_exit) and is_before
+        is_done = is_before and rank_exit.exit_code == 0 and number not in self._leaving
         self._num_done += is_done
         with_host = rank_exit.reason is ExitReason.HOST_LOST
         cooldown_s = self._slots.worker_exited(number, self._clock(), with_host=with_host, is_done=is_done)
         if self._supervisor.is_ending:
             return None
+        if self._job.is_service and not with_host:
+            self._supervisor.print_message(
+                f"worker {number} on host {rank_exit.host} {describe_exit(rank_exit)}; another one is started"
+                + (f" after {cooldown_s:g} s" if cooldown_s else "")
+            )
         was_member = any(number in record.members for record in self.rounds)
         if self._has_begun and not (was_member or rank_exit.requested or with_host or self._membership.is_finished):
             self._supervisor.print_message(
@@ -348,7 +354,7 @@ class WorkerPool:
         plan = self._membership.plan
         ready = plan.workers if plan.reason in (PlanReason.NEWCOMERS, PlanReason.SETTLING) else ()
         known = {*self._membership.members, *ready}
-        return sum(number not in known for number in self._supervisor.running)
+        return sum(number not in known for number in self._supervisor.running_ranks)
 
     # --- what it means ---------------------------------------------------------------------------------------------
 
@@ -397,7 +403,7 @@ class WorkerPool:
         )
         if self._membership.is_finished or has_ended:
             self.is_finished = True
-            if self._supervisor.running and not self._supervisor.is_ending:
+            if self._supervisor.running_ranks and not self._supervisor.is_ending:
                 self._supervisor.end_job(TerminationEvent.STOP_REQUESTED)
 
     def _fail_if_abandoned(self) -> None:

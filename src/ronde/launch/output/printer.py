@@ -7,6 +7,7 @@ refresh()  → LiveRows  → LineFolder → TerminalWriter          lines and pr
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,14 @@ from ronde.launch.output.files import RankOutputFiles, RankStream
 from ronde.launch.output.folding import FoldedLines, LineFolder
 from ronde.launch.output.progress import LiveRows, StreamText
 from ronde.launch.output.tail import OutputTail
-from ronde.launch.output.terminal import HIGH_WATER_BYTES, OutputClosed, StandardStreams, TerminalInfo, TerminalWriter
+from ronde.launch.output.terminal import (
+    HIGH_WATER_BYTES,
+    OutputClosed,
+    StandardStreams,
+    TerminalInfo,
+    TerminalWriter,
+    open_standard_streams,
+)
 from ronde.launch.protocol import StdStream
 from ronde.text import format_rank_ranges
 
@@ -302,3 +310,9 @@ def standard_output_options(streams: StandardStreams, environ: Mapping[str, str]
     """Return the options for printing to these streams, when the user chose nothing."""
     color = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
     return OutputOptions(terminal_info=TerminalInfo.detect(streams), color=color)
+
+
+def open_standard_printer(num_ranks: int) -> Printer:
+    """Return a printer to the standard streams, with options when the user chose nothing."""
+    streams = open_standard_streams()
+    return Printer(streams, num_ranks=num_ranks, options=standard_output_options(streams, os.environ))

@@ -225,7 +225,10 @@ def _allreduce_list(
                 raise NotImplementedError(f"IndexedSlices can be summed and averaged, not reduced by {wanted.name}")
             if scales != (1.0, 1.0):
                 raise NotImplementedError("prescale_factor and postscale_factor do not work with IndexedSlices")
-            sent.append(tensor)
+            values = tf.convert_to_tensor(tensor.values)
+            if op == Average and values.dtype.is_integer:  # Horovod's averages of them have fractions
+                values = tf.truediv(values, tf.ones([], values.dtype))
+            sent.append(tf.IndexedSlices(values, tensor.indices, tensor.dense_shape))
         else:
             small, contexts[index] = compression.compress(tf.convert_to_tensor(tensor))
             sent.append(small)

@@ -1,0 +1,282 @@
+"""How fast `ronde serve` answers, against a plain Starlette application with as many processes, and whether requests
+fail while replicas are killed.
+
+    python benchmarks/serving.py --seconds 8 --rounds 3
+
+Both serve the same model (a multilayer perceptron) with one thread per process, to the same clients: wrk for throughput
+and for one client at a time; for latency under a given load, a client that sends at random moments whether or not the
+replies have come (open loop), so that a slow reply is not hidden by fewer requests. The service has a front and two
+replicas, and the application as many workers as that are processes, and for comparison as many as replicas. Rounds take
+turns, and the median counts. At last a replica is killed every few seconds, under the load of wrk and of Triton's
+client. Needs wrk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import psutil
+from onnx import TensorProto, helper, numpy_helper
+
+from ronde.net.addresses import find_free_ports
+
+PATH = "/v2/models/mlp/infer"
+START_S = 60.0
+TOKEN = "a-token-for-the-benchmark-only"
+
+
+def make_model(path: Path, hidden: int) -> None:
+    rng = np.random.default_rng(0)
+    sizes = (784, hidden, hidden, 10)
+    nodes, weights, last = [], [], "x"
+    for index, (rows, columns) in enumerate(itertools.pairwise(sizes)):
+        values = (rng.standard_normal((rows, columns)) / np.sqrt(rows)).astype(np.float32)
+        weights.append(numpy_helper.from_array(values, f"w{index}"))
+        is_last = index == len(sizes) - 2
+        product = "y" if is_last else f"p{index}"
+        nodes.append(helper.make_node("MatMul", [last, f"w{index}"], [product]))
+        if not is_last:
+            nodes.append(helper.make_node("Relu", [product], [f"h{index}"]))
+            last = f"h{index}"
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 784])]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 10])]
+    graph = helper.make_graph(nodes, "mlp", inputs, outputs, weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(path))
+
+
+def make_body() -> tuple[bytes, int]:
+    data = np.random.default_rng(1).standard_normal((1, 784)).astype(np.float32).tobytes()
+    tensor = {"name": "x", "shape": [1, 784], "datatype": "FP32", "parameters": {"binary_data_size": len(data)}}
+    text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    return text + data, len(text)
+
+
+@contextlib.contextmanager
+def server(command: Sequence[str], port: int, env: Mapping[str, str], log: Path) -> Iterator[psutil.Process]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env={**os.environ, **env}, stdout=output, stderr=output)
+        try:
+            wait_until_ready(port, process, log)
+            yield psutil.Process(process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(START_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    import http.client
+
+    body, length = make_body()
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            with contextlib.closing(connection):
+                connection.request("POST", PATH, body, make_headers(length))
+                if connection.getresponse().status == 200:
+                    return
+        time.sleep(0.1)
+    raise SystemExit(f"the server did not start:\n{log.read_text()}")
+
+
+def make_headers(length: int) -> dict[str, str]:
+    return {
+        "Inference-Header-Content-Length": str(length),
+        "Content-Type": "application/octet-stream",
+        "Authorization": f"Bearer {TOKEN}",
+    }
+
+
+def run_wrk(folder: Path, port: int, connections: int, seconds: float) -> dict[str, float]:
+    """Requests a second, the median latency in milliseconds, and failures."""
+    body, length = make_body()
+    (folder / "body").write_bytes(body)
+    headers = "".join(f'wrk.headers["{name}"] = "{value}"\n' for name, value in make_headers(length).items())
+    script = f'wrk.method = "POST"\nwrk.body = io.open("{folder}/body", "rb"):read("*a")\n{headers}'
+    (folder / "post.lua").write_text(script)
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout", "60s", "--latency"]
+    command += ["-s", str(folder / "post.lua"), f"http://127.0.0.1:{port}{PATH}"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rate = float(re.search(r"Requests/sec:\s+([\d.]+)", text)[1])  # type: ignore[index]
+    median, unit = re.search(r"50%\s+([\d.]+)(us|ms|s)", text).groups()  # type: ignore[union-attr]
+    bad = re.search(r"Non-2xx or 3xx responses: (\d+)", text)
+    errors = re.search(r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)", text)
+    failures = int(bad[1]) if bad else 0
+    failures += sum(map(int, errors.groups())) if errors else 0
+    return {"rate": rate, "p50_ms": float(median) * {"us": 1e-3, "ms": 1, "s": 1e3}[unit], "failures": failures}
+
+
+async def send_at_random_moments(port: int, rate: float, seconds: float, seed: int) -> list[float]:
+    """Latencies in milliseconds of requests that come by chance, `rate` a second: from when each should be sent."""
+    body, length = make_body()
+    lines = [f"POST {PATH} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in make_headers(length).items()]
+    request = "\r\n".join([*lines, "", ""]).encode() + body
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    latencies: list[float] = []
+
+    async def ask(due_s: float) -> None:
+        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        found = re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE)
+        assert head.startswith(b"HTTP/1.1 200") and found is not None, head
+        await reader.readexactly(int(found[1]))
+        latencies.append((time.perf_counter() - due_s) * 1000)
+        idle.append((reader, writer))
+
+    chance = random.Random(seed)
+    due_s = time.perf_counter()
+    end_s = due_s + seconds
+    tasks = set()
+    while due_s < end_s:
+        due_s += chance.expovariate(rate)
+        delay_s = due_s - time.perf_counter()
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+        task = asyncio.get_running_loop().create_task(ask(due_s))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    await asyncio.gather(*tasks)
+    for _, writer in idle:
+        writer.close()
+    return latencies
+
+
+def run_open_loop(port: int, rate: float, seconds: float, seed: int) -> list[float]:
+    import uvloop
+
+    loop = uvloop.new_event_loop()
+    try:
+        return loop.run_until_complete(send_at_random_moments(port, rate, seconds, seed))
+    finally:
+        loop.close()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def measure(folder: Path, port: int, seconds: float, connections: int, seed: int) -> dict[str, float]:
+    run_wrk(folder, port, connections, 1)  # warms up
+    alone = run_wrk(folder, port, 1, seconds / 2)
+    many = run_wrk(folder, port, connections, seconds)
+    latencies = run_open_loop(port, 0.7 * many["rate"], seconds, seed)
+    return {
+        "rate": many["rate"],
+        "alone_p50_ms": alone["p50_ms"],
+        "load_p50_ms": percentile(latencies, 0.5),
+        "load_p99_ms": percentile(latencies, 0.99),
+        "failures": alone["failures"] + many["failures"],
+    }
+
+
+def measure_kills(folder: Path, port: int, service: psutil.Process, seconds: float, every_s: float) -> dict[str, Any]:
+    """Requests and failures of wrk and of Triton's client, while a replica is killed every few seconds."""
+    import tritonclient.http
+
+    stop = threading.Event()
+    counts = {"triton": 0, "kills": 0}
+    failures: list[str] = []
+
+    def ask() -> None:
+        client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{port}", network_timeout=60.0)
+        values = np.random.default_rng(2).standard_normal((2, 784)).astype(np.float32)
+        given = tritonclient.http.InferInput("x", values.shape, "FP32")
+        given.set_data_from_numpy(values)
+        while not stop.is_set():
+            try:
+                result = client.infer("mlp", [given], headers={"Authorization": f"Bearer {TOKEN}"})
+                assert result.as_numpy("y").shape == (2, 10)
+                counts["triton"] += 1
+            except Exception as error:
+                failures.append(repr(error))
+        client.close()
+
+    def kill() -> None:
+        while not stop.wait(every_s):
+            replicas = [
+                each for each in service.children(recursive=True) if "function_rank" in " ".join(each.cmdline())
+            ]
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+                random.choice(replicas).kill()
+                counts["kills"] += 1
+
+    threads = [threading.Thread(target=each) for each in (ask, ask, kill)]
+    for thread in threads:
+        thread.start()
+    found = run_wrk(folder, port, 16, seconds)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return {**counts, "wrk": int(found["rate"] * seconds), "failures": int(found["failures"]) + len(failures)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serving against plain Starlette.")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=1024, help="units of each of the two hidden layers")
+    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kill-seconds", type=float, default=20.0)
+    parser.add_argument("--kill-every", type=float, default=4.0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = folder / "mlp.onnx"
+        make_model(model, options.hidden)
+        ports = iter(find_free_ports("127.0.0.1", 3 * options.rounds + 1))
+        serve = [sys.executable, "-m", "ronde.cli.main", "serve", str(model), "--replicas", str(options.replicas)]
+        serve += ["--threads", "1", "--max-batch", "32"]
+        here = str(Path(__file__).parent)
+        peer = [sys.executable, "-m", "uvicorn", "serving_peer:app", "--app-dir", here, "--log-level", "warning"]
+        kinds = {
+            "ronde serve": [*serve, "--port"],
+            f"Starlette, {options.replicas + 1} workers": [*peer, "--workers", str(options.replicas + 1), "--port"],
+            f"Starlette, {options.replicas} workers": [*peer, "--workers", str(options.replicas), "--port"],
+        }
+        env = {"MODEL": str(model), "RONDE_SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+        for seed in range(options.rounds):
+            for kind, command in kinds.items():
+                port = next(ports)
+                with server([*command, str(port)], port, env, folder / "log"):
+                    found[kind].append(measure(folder, port, options.seconds, options.connections, seed))
+                print(json.dumps({"kind": kind, **{k: round(v, 3) for k, v in found[kind][-1].items()}}), flush=True)
+        for kind, rounds in found.items():
+            medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+            medians["p99_over_p50"] = medians["load_p99_ms"] / medians["load_p50_ms"]
+            print(json.dumps({"median of": kind, **{key: round(value, 3) for key, value in medians.items()}}))
+        if options.kill_seconds:
+            port = next(ports)
+            with server([*kinds["ronde serve"], str(port)], port, env, folder / "log") as service:
+                result = measure_kills(folder, port, service, options.kill_seconds, options.kill_every)
+            print(json.dumps({"kills": result}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""Batch prediction: a model over a data set, on any number of ranks, each row once and in order."""
+
+from __future__ import annotations
+
+from ronde.predict.plan import PredictManifest, PredictOptions
+from ronde.predict.worker import PredictProgress, predict, read_manifest
+
+__all__ = ["PredictManifest", "PredictOptions", "PredictProgress", "predict", "read_manifest"]
