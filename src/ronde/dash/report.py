@@ -59,7 +59,7 @@ def render_report_page(run: RunHistory, *, title: str = "Training run") -> str:
         page.section("Time", [_step_time_plot(run)], _breakdown_figure(run, breakdowns)),
         page.section("Load", _usage_plots(run)),
         "<h2>Rounds</h2>" + make_table(ROUND_HEADINGS, _round_rows(run)) if len(run.starts) > 1 else "",
-        "<h2>Ranks</h2>" + make_table(RANK_HEADINGS, [_rank_row(run, *each) for each in breakdowns.items()]),
+        "<h2>Ranks</h2>" + _rank_table(run, breakdowns),
         "<h2>Facts</h2>" + make_table((), list(run.facts.items())),
     ]
     return page.render(sections)
@@ -202,6 +202,20 @@ def _usage_plots(run: RunHistory) -> list[PlotData]:
         _make_line(host, points(rank, lambda sample: sample.host_cpu)) for host, rank in sorted(first_ranks.items())
     )
     return [*plots, PlotData("CPU load per host", "seconds", "% of all cores", lines, y_min=0.0, y_max=100.0)]
+
+
+def _rank_table(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakdown]]) -> str:
+    """Return a row for each rank; with its staleness, if some rank has pushed to a parameter server."""
+    headings = list(RANK_HEADINGS)
+    rows = [list(_rank_row(run, *each)) for each in breakdowns.items()]
+    if any(each.num_pushes for of_rank in breakdowns.values() for each in of_rank):
+        headings.append("staleness (max)")
+        for row, of_rank in zip(rows, breakdowns.values(), strict=True):
+            num_pushes = sum(each.num_pushes for each in of_rank)
+            mean = sum(each.staleness * each.num_pushes for each in of_rank) / max(1, num_pushes)
+            largest = max((each.max_staleness for each in of_rank), default=0)
+            row.append(f"{mean:.1f} ({largest})" if num_pushes else "–")
+    return make_table(headings, rows)
 
 
 def _rank_row(run: RunHistory, rank: int, breakdowns: Sequence[RankTimeBreakdown]) -> tuple[str, ...]:
