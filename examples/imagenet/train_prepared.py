@@ -2,8 +2,8 @@
 
     ronde run -np 2 python train_prepared.py --data data/photos --lr 0.0005
 
-Checkpoints go to --run, and a run that was ended in the middle goes on where it was. The last line is a JSON object with
-the loss and the accuracy on the split `val`, which `ronde search` reads.
+Checkpoints go to --run, and a run that was ended in the middle goes on where it was. The last line is a JSON object
+with the loss and the accuracy on the split `val`, which `ronde search` reads.
 """
 
 from __future__ import annotations

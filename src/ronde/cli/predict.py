@@ -61,13 +61,14 @@ def predict(arguments: Sequence[str]) -> int:
     help = "Replace what was predicted there from other data or with other settings."
     parser.add_argument("--force", action="store_true", default=None, help=help)
     parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # a rank that this command started
+    # The options of a rank that this command has started, as JSON.
+    parser.add_argument("--worker", metavar="OPTIONS", help=argparse.SUPPRESS)
     flags = vars(parser.parse(arguments))
-    as_json, is_worker = flags.pop("json"), flags.pop("worker")
+    as_json = flags.pop("json")
     given = {name: value for name, value in flags.items() if value is not None}
     try:
-        options = _make_options(given)
-        return _predict(options, as_json=as_json, is_worker=is_worker)
+        is_worker = "worker" in given
+        return _predict(_make_options(given), as_json=as_json, is_worker=is_worker)
     except (ValueError, ModuleNotFoundError) as error:
         return print_error(parser.prog, error)
     except (RondeError, OSError) as error:
@@ -78,6 +79,8 @@ def predict(arguments: Sequence[str]) -> int:
 def _make_options(given: dict[str, Any]) -> Any:
     from ronde.predict import PredictOptions
 
+    if "worker" in given:
+        return msgspec.json.decode(given["worker"], type=PredictOptions)
     if "columns" in given:
         columns: dict[str, Any] = {}
         for text in given["columns"]:
@@ -142,7 +145,8 @@ def _run_ranks(options: Any, worker: Any, line: ProgressLine) -> tuple[int, Any]
     if complete is not None:
         return 0, complete
     worker.output.begin()  # what is wrong is said here, once
-    words = [sys.executable, "-m", "ronde.cli.main", "predict", "--worker", *_worker_flags(options)]
+    own = msgspec.json.encode(msgspec.structs.replace(options, num_ranks=1, hosts="", force=False)).decode()
+    words = [sys.executable, "-m", "ronde.cli.main", "predict", "--worker", own]
     where = ["-H", options.hosts] if options.hosts else []
     number = [] if options.hosts and options.num_ranks == 1 else ["-np", str(options.num_ranks)]
     flags = [*number, *where, "--min-np", "1", "--cooldown", *COOLDOWN_S]
@@ -160,18 +164,6 @@ def _run_ranks(options: Any, worker: Any, line: ProgressLine) -> tuple[int, Any]
         ended.set()
         watcher.join()
     return exit_code, worker.output.read_complete()
-
-
-def _worker_flags(options: Any) -> list[str]:
-    flags: list[str] = []
-    for name, value in msgspec.to_builtins(options).items():
-        if name in ("num_ranks", "hosts", "force", "columns") or value in (None, "", False, [], {}):
-            continue
-        flag = "--" + name.replace("_", "-")
-        flags += [flag] if value is True else [flag, ",".join(value) if isinstance(value, list) else str(value)]
-    for name, fields in options.columns.items():
-        flags += ["--columns", f"{name}={fields if isinstance(fields, str) else ','.join(fields)}"]
-    return flags
 
 
 class ProgressLine:

@@ -22,6 +22,8 @@ from ronde.text import shorten
 
 ROW = "row"
 """The column with the number of a row in the input, from 0."""
+LABEL = "predicted_label"
+"""The column with the class of the highest score, if the model has labels."""
 NUM_OPEN_BLOCKS = 4
 MIN_ALL_FAILED = 8
 """If at least so many rows fail and none succeeds, the settings are probably wrong."""
@@ -98,6 +100,10 @@ class RowPredictor:
             raise ValueError(f"columns: the model has no input {unknown[0]!r}; it has {', '.join(sorted(known))}")
         if not model.metadata.is_batched and options.batch_size > 1:
             raise ValueError(f"{options.model} takes only batches of fixed size; give batch_size: 1")
+        made = [ROW, *([LABEL] if model.metadata.labels else []), *(each.name for each in model.metadata.outputs)]
+        taken = [name for name in options.keep if name in (made if not options.postprocess else [ROW])]
+        if taken:
+            raise ValueError(f"keep: the output has a column {taken[0]!r} of its own; leave it out, or use postprocess")
         self._options = options
         self._model = model
         self._makers = [self._make_maker(each) for each in model.metadata.inputs]
@@ -182,10 +188,15 @@ class RowPredictor:
             made = self._postprocess(outputs)
             if not isinstance(made, Mapping):
                 raise TypeError(f"{self._options.postprocess} returned a {type(made).__name__}, not values by column")
+            twice = [name for name in made if name in columns]
+            if twice:
+                raise ValueError(
+                    f"{self._options.postprocess} returned the column {twice[0]!r}, which is there already"
+                )
             return columns | {str(name): _plain(value) for name, value in made.items()}
         labels = self._model.metadata.labels
         if labels:
-            columns["label"] = labels[int(np.argmax(next(iter(outputs.values()))))]
+            columns[LABEL] = labels[int(np.argmax(next(iter(outputs.values()))))]
         return columns | {name: _plain(value) for name, value in outputs.items()}
 
 
@@ -281,28 +292,38 @@ def encode_errors(errors: Sequence[RowError]) -> bytes:
     return b"".join(msgspec.json.encode(each._asdict()) + b"\n" for each in errors)
 
 
-def join_parts(parts: Iterator[bytes], format: str, write: Callable[[bytes], object]) -> None:
-    """Put parts together to one file, in their order. Parts without rows are left out."""
-    if format == "parquet":
-        _join_parquet(parts, write)
-        return
-    is_first = True
+def join_parts(read: Callable[[], Iterator[bytes]], format: str, write: Callable[[bytes], object]) -> None:
+    """Put parts together to one file, in their order. Parts without rows are left out. `read` goes through them."""
+    match format:
+        case "parquet":
+            _join_parquet(read, write)
+        case "csv":
+            _join_csv(read(), write)
+        case _:
+            for data in read():
+                write(data)
+
+
+def _join_csv(parts: Iterator[bytes], write: Callable[[bytes], object]) -> None:
+    """The names of the columns are written once."""
+    first: bytes | None = None
     for data in parts:
-        if format == "csv" and not is_first:
-            _, _, data = data.partition(b"\n") if b'"' not in data[: data.find(b"\n")] else _cut_header(data)
-        is_first = is_first and not data
-        write(data)
+        if not data:
+            continue
+        reader = csv.reader(io.StringIO(data.decode(), newline=""))
+        next(reader)
+        header = b"\n".join(data.split(b"\n", reader.line_num)[:-1])  # a name may hold newlines
+        if first is None:
+            first = header
+            write(data)
+        elif header != first:
+            raise ModelError(f"parts have different columns: {shorten(str(first))} and {shorten(str(header))}")
+        else:
+            write(data[len(header) + 1 :])
 
 
-def _cut_header(data: bytes) -> tuple[bytes, bytes, bytes]:
-    """A header whose names hold newlines in quotes."""
-    rows = csv.reader(io.StringIO(data.decode(), newline=""))
-    next(rows, None)
-    lines = data.split(b"\n")
-    return b"", b"", b"\n".join(lines[rows.line_num :])
-
-
-def _join_parquet(parts: Iterator[bytes], write: Callable[[bytes], object]) -> None:
+def _join_parquet(read: Callable[[], Iterator[bytes]], write: Callable[[bytes], object]) -> None:
+    """Columns get a type that holds the values of all parts: one may have only missing values."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -314,22 +335,19 @@ def _join_parquet(parts: Iterator[bytes], write: Callable[[bytes], object]) -> N
             write(bytes(data))
             return len(data)
 
-    writer: Any = None
-    empty: bytes | None = None
+    schemas = []
+    for data in read():
+        file = parquet.ParquetFile(pa.BufferReader(data))
+        if file.metadata.num_rows or not schemas:
+            schemas.append(file.schema_arrow)
     try:
-        for data in parts:
-            file = parquet.ParquetFile(pa.BufferReader(data))
-            if not file.metadata.num_rows:
-                empty = empty or data
-                continue
-            table = file.read()
-            if writer is None:
-                writer = parquet.ParquetWriter(pa.PythonFile(Sink(), mode="w"), table.schema)
-            elif not table.schema.equals(writer.schema):
-                raise ModelError(f"parts have different columns: {table.schema} and {writer.schema}")
-            writer.write_table(table)
-    finally:
-        if writer is not None:
-            writer.close()
-    if writer is None and empty is not None:
-        write(empty)
+        schema = pa.unify_schemas(schemas, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise ModelError(f"parts have columns of different kinds: {error}") from None
+    with parquet.ParquetWriter(pa.PythonFile(Sink(), mode="w"), schema) as writer:
+        for data in read():
+            table = parquet.read_table(pa.BufferReader(data))
+            if table.num_rows:
+                missing = {field.name: pa.nulls(table.num_rows, field.type) for field in schema}
+                columns = [table[name] if name in table.column_names else missing[name] for name in schema.names]
+                writer.write_table(pa.table(columns, names=schema.names).cast(schema))

@@ -213,8 +213,11 @@ class OutputFolder:
 
     def _join(self) -> None:
         with tempfile.NamedTemporaryFile(prefix="ronde-") as file:
-            parts = (self._read(self.plan.names.part(part)) for part in self.plan.parts)
-            join_parts(parts, self.plan.names.format, file.write)
+            join_parts(
+                lambda: (self._read(self.plan.names.part(part)) for part in self.plan.parts),
+                self.plan.names.format,
+                file.write,
+            )
             file.flush()
             self._folder.write(self.plan.names.file, Path(file.name))
 

@@ -145,6 +145,8 @@ class ModelFolder(msgspec.Struct, frozen=True):
 def load_model_folder(path: str | os.PathLike[str], *, verify: bool = True) -> ModelFolder:
     """Return the checked model at a path: a folder with model.json, one with model.onnx, or a file of ONNX. ModelError
     if there is none, or if a file is damaged, missing or outside of the folder. `verify` compares checksums."""
+    if "://" in os.fspath(path):
+        raise ModelError(f"{path}: a model has to be on this machine; copy its folder here first")
     root = Path(path)
     if root.is_file() and root.suffix == ".onnx":
         return _load_bare(root)

@@ -88,7 +88,7 @@ def test_every_row_is_predicted_once_in_order_whatever_the_format(
     for row in rows:
         expected = numbers[row["row"]] @ WEIGHTS
         np.testing.assert_allclose(row["scores"], expected, rtol=1e-4)
-        assert row["label"] == ("ant", "bee", "cat")[int(np.argmax(expected))]
+        assert row["predicted_label"] == ("ant", "bee", "cat")[int(np.argmax(expected))]
         assert row["note"] == ('two\nlines, "quoted"' if row["row"] % 3 == 0 else "plain")
     assert (manifest.num_rows, manifest.num_errors, len(manifest.parts)) == (50, 4, 7)
     assert not [*tmp_path.rglob("*.work"), *tmp_path.rglob("_work"), *tmp_path.rglob(".unfinished*")]
@@ -158,6 +158,8 @@ def test_settings_that_do_not_fit_fail_at_once_and_name_the_reason(tmp_path: Pat
         predict(msgspec.structs.replace(options, columns={"x": ["a", "b", "c", "e"]}))
     with pytest.raises(ValueError, match="no input 'y'; it has x"):
         predict(msgspec.structs.replace(options, columns={"y": "a"}, output=str(tmp_path / "other.csv")))
+    with pytest.raises(ValueError, match="keep: the output has a column 'scores' of its own"):
+        predict(msgspec.structs.replace(options, keep=["scores"], output=str(tmp_path / "third.csv")))
     with pytest.raises(ValueError, match="an output ends with"):
         predict(msgspec.structs.replace(options, output="out.json"))
 

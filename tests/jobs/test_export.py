@@ -1,0 +1,107 @@
+"""`ronde export` with frameworks other than PyTorch: real processes in their environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ronde.serve.model import load_model, load_model_folder
+from tests.commands import ROOT, run_command
+from tests.limits import LONG_S, LONG_TEST_S
+from tests.services import needs
+
+PROGRAMS = ROOT / ".venv-tensorflow/bin"
+HAS_CONVERTER = any((ROOT / ".venv-tensorflow").glob("lib/python*/site-packages/tf2onnx"))
+
+pytestmark = [
+    pytest.mark.timeout(LONG_TEST_S),
+    needs("Keras' export", missing="" if HAS_CONVERTER else "no tf2onnx in .venv-tensorflow; `make build` installs it"),
+]
+
+MODELS = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def make():
+    return keras.Sequential(
+        [keras.Input((4,), name="x"), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)]
+    )
+
+
+class Module(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = tf.Variable(tf.zeros((4, 3)))
+
+    def __call__(self, x):
+        return tf.nn.softmax(x @ self.w)
+
+
+if __name__ == "__main__":
+    keras.utils.set_random_seed(1)
+    model = make()
+    model.save("model.keras")
+    model.save_weights("model.weights.h5")
+    x = np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 4)
+    np.save("x.npy", x)
+    np.save("y.npy", keras.ops.convert_to_numpy(model(x)))
+    keras.Sequential([keras.Input((4,), name="x"), keras.layers.Lambda(lambda x: x + 1)]).save("lambda.keras")
+    module = Module()
+    module.w.assign(np.arange(12, dtype=np.float32).reshape(4, 3) / 10)
+    tf.train.Checkpoint(model=module).write("variables")
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "models.py").write_text(MODELS)
+    made = run_command([PROGRAMS / "python", "models.py"], cwd=folder, env=environment("tensorflow"), limit_s=LONG_S)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def environment(backend: str) -> dict[str, str]:
+    return {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(("backend", "checkpoint"), [("tensorflow", "model.keras"), ("torch", "model.weights.h5")])
+def test_a_model_of_keras_becomes_onnx(project: Path, backend: str, checkpoint: str) -> None:
+    factory = ["--model", "models:make"] if checkpoint.endswith(".h5") else []
+    words = [
+        PROGRAMS / "ronde",
+        "export",
+        checkpoint,
+        *factory,
+        "--example-input",
+        "x=float32:1x4",
+        "--output",
+        backend,
+    ]
+    done = run_command([*words, "--outputs", "scores"], cwd=project, env=environment(backend), limit_s=LONG_S)
+    assert done.returncode == 0, done.stderr
+    model = load_model(project / backend)
+    assert model.metadata.made_by["backend"] == backend
+    scores = model.predict({"x": np.load(project / "x.npy")})["scores"]
+    np.testing.assert_allclose(scores, np.load(project / "y.npy"), rtol=1e-4, atol=1e-5)
+
+
+def test_a_module_of_tensorflow_and_what_would_run_code(project: Path) -> None:
+    words = [PROGRAMS / "ronde", "export", "variables.index", "--model", "models:Module", "--to", "own"]
+    done = run_command(
+        [*words, "--example-input", "x=float32:1x4", "--output", "saved"],
+        cwd=project,
+        env=environment("tensorflow"),
+        limit_s=LONG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert load_model_folder(project / "saved").metadata.kind == "tensorflow"
+    words = [PROGRAMS / "ronde", "export", "lambda.keras", "--example-input", "x=float32:1x4", "--output", "lambda"]
+    done = run_command(words, cwd=project, env=environment("tensorflow"), limit_s=LONG_S)
+    assert done.returncode == 1
+    assert "holds a function as code, which loading would run" in done.stderr
