@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ronde.dash import report
-from ronde.dash.report import PlotData, PlotLine, render_report_page, write_plots, write_report
+from ronde.dash import page, report
+from ronde.dash.page import PlotData, PlotLine
+from ronde.dash.report import render_report_page, write_plots, write_report
 from ronde.dash.run_log import (
     LoggedValues,
     RankTimeBreakdown,
@@ -192,10 +193,10 @@ def test_the_file_appears_whole_and_alone(tmp_path: Path) -> None:
 
 
 def test_the_chart_library_is_the_released_one_and_its_licence_is_in_the_page() -> None:
-    sums = (report.UPLOT_DIR / "SHA256SUMS").read_text().splitlines()
+    sums = (page.UPLOT_DIR / "SHA256SUMS").read_text().splitlines()
     assert len(sums) == 3
     for checksum, name in (line.split() for line in sums):
-        assert hashlib.sha256((report.UPLOT_DIR / name).read_bytes()).hexdigest() == checksum
+        assert hashlib.sha256((page.UPLOT_DIR / name).read_bytes()).hexdigest() == checksum
     assert "uPlot (v1.6.32)" in render_report_page(RunHistory())
     assert "The MIT License" in render_report_page(RunHistory())
 
