@@ -32,6 +32,7 @@ from ronde.net.messages import (
     ChannelAborted,
     CoordinatorMessage,
     EndRound,
+    FinishConfirmed,
     GroupsChanged,
     LeaveConfirmed,
     LeaveReason,
@@ -170,6 +171,7 @@ class ControlThread:
         self._send_scheduled = False
         self._stopping = False
         self._closes_connections = False
+        self._finish_confirmed = threading.Event()
         self._leave_confirmed = threading.Event()
         self._has_left = False
         """Whether the coordinator was told over the liveness connection that this rank cannot go on."""
@@ -193,6 +195,7 @@ class ControlThread:
             RoundChangeWanted: lambda wanted: on_change_wanted(),
             SetTracing: self._trace_sender.handle,
             RankHeartbeatReply: self._on_heartbeat_reply,
+            FinishConfirmed: lambda confirmed: self._finish_confirmed.set(),
             LeaveConfirmed: lambda confirmed: self._leave_confirmed.set(),
         }
         self._thread = threading.Thread(target=self._run, name="ronde-control", daemon=True)
@@ -238,11 +241,13 @@ class ControlThread:
         """Return the time of the coordinator's clock, as well as it is known."""
         return time.monotonic_ns() + self._offset_ns
 
-    def finish(self) -> None:
-        """The work of an elastic job is done. The coordinator learns it; this rank stays in the round."""
+    def finish(self, deadline: Deadline) -> None:
+        """The work of an elastic job is done. Return when the coordinator knows it: a rank that is killed behind this
+        call has failed. This rank stays in the round."""
         self.is_finished = True
         if self._is_elastic:
             self._enqueue(TrainingFinished())
+            self._finish_confirmed.wait(deadline.remaining_s)
 
     def leave(self, message: LeaveRound, deadline: Deadline) -> None:
         """Leave the round. If it is orderly, wait until the coordinator has confirmed it."""
@@ -421,6 +426,7 @@ class ControlThread:
 
     def _end_round(self, error: RondeError) -> None:
         self._open_channels.abort_all(error)
+        self._finish_confirmed.set()
         self._leave_confirmed.set()
         self.end_requests()
 

@@ -200,7 +200,7 @@ class World:
         """Wait until all ranks of an elastic job have done their work. Collective. When this rank leaves, the others
         learn that the job is finished; until then, operations go on to work."""
         self.group.barrier()
-        self.control_thread.finish()
+        self.control_thread.finish(Deadline(self.settings.shutdown_s))
         if self.is_over:  # a rank was lost in the barrier, and others may not be through
             self.control_thread.leave(LeaveRound(LeaveReason.FINISHED), Deadline(self.settings.shutdown_s))
 

@@ -35,6 +35,7 @@ from ronde.net.messages import (
     Admission,
     AdmissionStatus,
     EndRound,
+    FinishConfirmed,
     JoinRefused,
     JoinRound,
     LeaveConfirmed,
@@ -342,9 +343,10 @@ class CoordinatorCore:
         if isinstance(message, LeaveRound):
             self._handle_leave(number, message, now_ns)
             return [Send((number,), LeaveConfirmed())]
-        if isinstance(message, TrainingFinished) and self._elastic is not None and self._is_member(number):
-            self._elastic.training_finished(number)
-            return []
+        if isinstance(message, TrainingFinished) and self._elastic is not None:
+            if self._is_member(number):
+                self._elastic.training_finished(number)
+            return [Send((number,), FinishConfirmed())]
         if isinstance(message, JoinRound) and not self._is_member(number):
             return self._handle_join(number, message, now_ns)
         # It is a late message of a rank that was declared lost.
@@ -357,6 +359,8 @@ class CoordinatorCore:
             return [Send((number,), RankHeartbeatReply(message.sent_ns, now_ns))]
         if isinstance(message, LeaveRound):
             return [Send((number,), LeaveConfirmed())]
+        if isinstance(message, TrainingFinished):
+            return [Send((number,), FinishConfirmed())]
         logger.info("dropped %s of rank %d of an earlier round", type(message).__name__, number)
         return []
 

@@ -200,7 +200,7 @@ class AbortChannel(WorkerMessage, frozen=True):
 
 class TrainingFinished(WorkerMessage, frozen=True):
     """The rank of an elastic job is through the barrier at the end of training. What its script does from now on, such
-    as saving the model, no other rank makes up for."""
+    as saving the model, no other rank makes up for. It is answered by FinishConfirmed, for which the rank waits."""
 
 
 class LeaveReason(enum.IntEnum):
@@ -423,6 +423,10 @@ class RankHeartbeatReply(CoordinatorMessage, frozen=True):
 
 class LeaveConfirmed(CoordinatorMessage, frozen=True):
     """Answer to an orderly LeaveRound."""
+
+
+class FinishConfirmed(CoordinatorMessage, frozen=True):
+    """Answer to TrainingFinished."""
 
 
 # --- the reply to a rank that connects -------------------------------------------------------------------------

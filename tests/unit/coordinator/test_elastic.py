@@ -23,6 +23,7 @@ from ronde.net.messages import (
     AdmissionStatus,
     CoordinatorMessage,
     EndRound,
+    FinishConfirmed,
     JoinRefused,
     JoinRound,
     LeaveConfirmed,
@@ -441,6 +442,7 @@ def test_who_has_finished_training_is_told_apart_from_who_was_lost_in_the_last_b
     script.start(0, 1, 2)
     script.send(0, TrainingFinished())
     script.advance()
+    assert script.take(0, FinishConfirmed), "the rank waits for it before its script goes on"
     told = script.membership
     assert told.finished == (0,) and not told.is_finished
     script.die(1)

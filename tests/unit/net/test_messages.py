@@ -21,6 +21,7 @@ from ronde.net.messages import (
     ChannelAborted,
     CoordinatorMessage,
     EndRound,
+    FinishConfirmed,
     GroupsChanged,
     JoinRefused,
     JoinRound,
@@ -115,6 +116,7 @@ COORDINATOR: list[CoordinatorMessage] = [
     SetTracing(enabled=True, batch_markers=True),
     TimelineReply(reason="no such folder"),
     RankHeartbeatReply(sent_ns=1, coordinator_ns=2),
+    FinishConfirmed(),
     LeaveConfirmed(),
 ]
 Decode = Callable[[bytes], object]
