@@ -142,7 +142,7 @@ def measure_way(way: str, count: int, replicate: bool, repeats: int) -> float:
             times.append(time.monotonic() - began_s)
         server.finish_step()
     server.close()
-    by_rank = ronde.objects.allgather(times[WARM_UP:])
+    by_rank: list[list[float]] = ronde.objects.allgather(times[WARM_UP:])
     return max(statistics.median(each) for each in by_rank if each)
 
 

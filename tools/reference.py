@@ -24,6 +24,7 @@ import ronde.data
 import ronde.elastic
 import ronde.errors
 import ronde.ps
+import ronde.search
 import ronde.serve
 import ronde.settings
 import ronde.torch
@@ -51,6 +52,7 @@ MADE_BY_RONDE = {
     "ShardedTree",
     "StatePart",
     "TensorWork",
+    "Trial",
     "Work",
 }
 """Public classes whose constructors are not public."""
@@ -60,9 +62,9 @@ def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
     yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md),"
-    yield "[ronde.data](data.md), [ronde.ps](ps.md), [ronde.serve](serve.md) and [ronde.dash](dash.md) have their own,"
-    yield "and there are pages for"
-    yield "what [metrics](metrics.md) and [events](events.md) hold. Everything else may change without notice."
+    yield "[ronde.data](data.md), [ronde.ps](ps.md), [ronde.search](search.md), [ronde.serve](serve.md) and"
+    yield "[ronde.dash](dash.md) have their own, and there are pages for what [metrics](metrics.md) and"
+    yield "[events](events.md) hold. Everything else may change without notice."
     yield from _describe_names(ronde)
 
 
@@ -115,6 +117,13 @@ def dash_page() -> Iterator[str]:
     yield f"# Names of ronde.dash\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde.dash`. The [guide](../guides/report.md) shows how to use them."
     yield from _describe_names(ronde.dash)
+
+
+def search_page() -> Iterator[str]:
+    yield f"# Names of ronde.search\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.search`. The [guide](../guides/search.md) shows how to use"
+    yield "them."
+    yield from _describe_names(ronde.search)
 
 
 def data_page() -> Iterator[str]:
@@ -459,6 +468,7 @@ def pages() -> dict[Path, str]:
         "dash.md": dash_page(),
         "ps.md": ps_page(),
         "data.md": data_page(),
+        "search.md": search_page(),
         "serve.md": serve_page(),
         "settings.md": settings_page(),
         "run.md": run_page(),

@@ -132,7 +132,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Load everything when the first name is used. Who needs only a part of the package, such as an agent that a driver
     waits for, does not wait for NumPy."""
-    if name in ("elastic", "ps"):  # packages above this one, of which users say ronde.elastic and ronde.ps
+    if name in ("elastic", "ps", "search"):  # packages above this one, of which users say ronde.elastic and ronde.ps
         return importlib.import_module(f"ronde.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

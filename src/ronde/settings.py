@@ -27,7 +27,7 @@ ASSIGNED_BY_LAUNCHER = (
 """Settings that a launcher gives to each rank. They have no flag and no key in a file."""
 FIRST_SERVER = 1_000_000
 """The number of the first server process of a job. Workers have lower ones."""
-RESERVED_VARIABLES = ("CALL_FD", "GUARD", "RESULT_FD", "SERVE_TOKEN", "TEST")
+RESERVED_VARIABLES = ("CALL_FD", "GUARD", "MESSAGE_FDS", "RESULT_FD", "SERVE_TOKEN", "TEST", "TRIAL")
 """RONDE_* variables that begin with these words are no settings: the launcher and the tests use them."""
 
 MAX_TIMEOUT_S = 1_000_000.0

@@ -120,6 +120,24 @@ def test_recommendations_from_tables_on_servers_are_better_than_means() -> None:
     assert float(error[1]) < 0.6 * float(error[2])
 
 
+def test_a_search_finds_a_learning_rate_with_which_digits_are_learned(tmp_path: Path) -> None:
+    words: list[str | Path] = [
+        PROGRAMS / "ronde",
+        "search",
+        EXAMPLES / "search/job.yaml",
+        "--parallel",
+        "1",
+        "--trials",
+        "6",
+    ]
+    env = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    printed = output_of([*words, "--output", tmp_path, "--json"], env=env, limit_s=LONG_S)
+    result = json.loads(printed)
+    assert len(result["trials"]) == 6
+    assert result["best"]["value"] > 0.8
+    assert (tmp_path / "report.html").exists()
+
+
 def test_elastic_training_survives_a_kill() -> None:
     start = (str(PROGRAMS / "ronde"), "run", "-np", "3", "--min-np", "1", sys.executable)
     done = run_command(

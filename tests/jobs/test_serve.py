@@ -350,7 +350,7 @@ def test_replicas_of_other_hosts_get_the_model_from_the_front(hosts: SshHosts, p
     with serving(project, command=command) as service:
 
         def ask(count: int) -> str:
-            words = [sys.executable, tmp_path / "ask.py", str(service.port), tmp_path / "body"]
+            words: list[str | Path] = [sys.executable, tmp_path / "ask.py", str(service.port), tmp_path / "body"]
             words += [headers["Inference-Header-Content-Length"], TOKEN, str(count)]
             return output_of([*hosts.exec(0), *words])
 

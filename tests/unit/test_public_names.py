@@ -1,5 +1,5 @@
-"""The public names of ronde, of its packages for frameworks, of ronde.elastic, ronde.data and ronde.dash are
-lists that docs/reference shows. A new name shows there."""
+"""The public names of ronde, of its packages for frameworks, of ronde.elastic, ronde.data, ronde.search and ronde.dash
+are lists that docs/reference shows. A new name shows there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import ronde.dash
 import ronde.data
 import ronde.elastic
 import ronde.ps
+import ronde.search
 import ronde.serve
 import ronde.torch
 from tools.reference import public_names
@@ -28,9 +29,10 @@ PAGES = pytest.mark.parametrize(
         (ronde.ps, "ps.md"),
         (ronde.dash, "dash.md"),
         (ronde.data, "data.md"),
+        (ronde.search, "search.md"),
         (ronde.serve, "serve.md"),
     ],
-    ids=["ronde", "ronde.torch", "ronde.elastic", "ronde.ps", "ronde.dash", "ronde.data", "ronde.serve"],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "top": Command("ronde.cli.top:top", "Show live what ranks do with their time, and who holds up others."),
     "stack": Command("ronde.cli.stack:stack", "Print where every rank of a running job is: its Python stack."),
     "data": Command("ronde.cli.data:data", "Prepare data sets for training, in parallel on all ranks."),
+    "search": Command("ronde.cli.search:search", "Search for hyper-parameters, on warm workers or with a command."),
     "export": Command("ronde.cli.export:export", "Make a model of a checkpoint: ONNX with its metadata."),
     "predict": Command("ronde.cli.predict:predict", "Predict with a model over a data set, on any number of ranks."),
     "workflow": Command(

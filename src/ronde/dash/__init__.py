@@ -16,8 +16,10 @@ No machine-learning library is needed: it serves every framework, and NumPy alon
 
 from __future__ import annotations
 
-from ronde.dash.report import PlotData, PlotLine, render_report_page, write_plots, write_report
+from ronde.dash.page import PlotData, PlotLine
+from ronde.dash.report import render_report_page, write_plots, write_report
 from ronde.dash.run_log import RankTimeBreakdown, ResourceSample, RunHistory, RunLog, read_log
+from ronde.dash.search_report import render_search_page, write_search_report
 
 __all__ = [
     "PlotData",
@@ -28,6 +30,8 @@ __all__ = [
     "RunLog",
     "read_log",
     "render_report_page",
+    "render_search_page",
     "write_plots",
     "write_report",
+    "write_search_report",
 ]

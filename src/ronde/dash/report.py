@@ -7,15 +7,13 @@ run. Plots are drawn in the browser by uPlot, from the JSON of a list of PlotDat
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
 from typing import TypeAlias
 
-import msgspec
-
+from ronde.dash.page import Page, PlotData, PlotLine, make_figure, make_table, write_page
 from ronde.dash.run_log import RankTimeBreakdown, ResourceSample, RunHistory, RunLog, RunStarted, read_log
 from ronde.text import format_compact_number, format_count, format_duration
 
@@ -32,105 +30,39 @@ MAX_LINES = 8
 """Lines in one plot: there are so many colours."""
 MAX_POINTS = 2000
 """Points of one line: a screen cannot show more."""
-STATIC_DIR = Path(__file__).parent / "static"
-UPLOT_DIR = Path(__file__).parent / "vendor" / "uplot"
 
 Point: TypeAlias = tuple[float, float | None]
 """x and y. Without a y, the line has a gap there."""
 
 
-class PlotLine(msgspec.Struct, frozen=True):
-    """A line of a plot. Where y is None it has a gap."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float | None]
-
-
-class PlotData(msgspec.Struct, frozen=True):
-    """Lines over common axes."""
-
-    title: str
-    x_label: str
-    y_label: str
-    lines: tuple[PlotLine, ...]
-    y_min: float | None = None
-    """The y axis begins here, or below when a value is smaller. None: near the smallest value."""
-    y_max: float | None = None
-    """The y axis ends here, or above when a value is larger. None: near the largest value."""
-
-
 def write_report(log: RunLog | Path | str, path: Path | str, *, title: str = "Training run") -> Path:
     """Write the report of this log and return its absolute path. The file appears whole or not at all."""
     run = read_log(log.path if isinstance(log, RunLog) else log)
-    return _write_page(path, render_report_page(run, title=title))
+    return write_page(path, render_report_page(run, title=title))
 
 
 def write_plots(plots: Sequence[PlotData], path: Path | str, *, title: str) -> Path:
     """Write a page with plots of your own numbers, each line with at most eight others, and return its absolute path.
     The file appears whole or not at all."""
-    figures = [_figure(plot.title, f'<div data-plot="{index}"></div>') for index, plot in enumerate(plots)]
-    sections = [f"<h1>{escape(title)}</h1>", f'<div class="charts">{"".join(figures)}</div>']
-    return _write_page(path, _render_page(title, sections, plots))
-
-
-def _write_page(path: Path | str, page: str) -> Path:
-    target = Path(path).resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return target
+    page = Page(title)
+    return write_page(path, page.render([page.charts(plots)]))
 
 
 def render_report_page(run: RunHistory, *, title: str = "Training run") -> str:
     """Return the report of a log as the text of an HTML page."""
-    plots: list[PlotData] = []
-
-    def section(heading: str, new_plots: Sequence[PlotData], *figures: str) -> str:
-        """Return a section with these plots and figures. Plots are numbered across the page."""
-        drawn = []
-        for index, plot in enumerate(new_plots, start=len(plots)):
-            is_empty = all(value is None for line in plot.lines for value in line.y)
-            drawn.append(_figure(plot.title, "" if is_empty else f'<div data-plot="{index}"></div>'))
-        plots.extend(new_plots)
-        return f'<h2>{heading}</h2><div class="charts">{"".join((*drawn, *figures))}</div>' if drawn else ""
-
+    page = Page(title)
     breakdowns = {rank: [breakdown for _, breakdown in run.breakdowns(rank)] for rank in run.ranks()}
     sections = [
-        f"<h1>{escape(title)}</h1>",
         f'<p class="lead">{escape(_summary_line(run))}</p>',
         _tiles(run),
-        section("Values", _value_plots(run)),
-        section("Time", [_step_time_plot(run)], _breakdown_figure(run, breakdowns)),
-        section("Load", _usage_plots(run)),
-        "<h2>Rounds</h2>" + _table(ROUND_HEADINGS, _round_rows(run)) if len(run.starts) > 1 else "",
-        "<h2>Ranks</h2>" + _table(RANK_HEADINGS, [_rank_row(run, *each) for each in breakdowns.items()]),
-        "<h2>Facts</h2>" + _table((), list(run.facts.items())),
+        page.section("Values", _value_plots(run)),
+        page.section("Time", [_step_time_plot(run)], _breakdown_figure(run, breakdowns)),
+        page.section("Load", _usage_plots(run)),
+        "<h2>Rounds</h2>" + make_table(ROUND_HEADINGS, _round_rows(run)) if len(run.starts) > 1 else "",
+        "<h2>Ranks</h2>" + _rank_table(run, breakdowns),
+        "<h2>Facts</h2>" + make_table((), list(run.facts.items())),
     ]
-    return _render_page(title, sections, plots)
-
-
-def _render_page(title: str, sections: Sequence[str], plots: Sequence[PlotData]) -> str:
-    # Inside a script element only "</script" and "<!--" have a meaning; \u003c is "<" in a string of JSON.
-    data = msgspec.json.encode(plots).decode().replace("<", "\\u003c")
-    files = (UPLOT_DIR / "uPlot.min.css", STATIC_DIR / "report.css", UPLOT_DIR / "LICENSE")
-    scripts = (UPLOT_DIR / "uPlot.iife.min.js", STATIC_DIR / "report.js")
-    uplot_css, report_css, licence, uplot_js, report_js = (
-        path.read_text(encoding="utf-8") for path in (*files, *scripts)
-    )
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title>\n<style>{uplot_css}\n{report_css}</style></head><body><main>\n"
-        + "\n".join(sections)
-        + "\n<noscript><p>The plots need JavaScript.</p></noscript><footer>made by ronde</footer></main>\n"
-        f'<script type="application/json" id="plots">{data}</script>\n'
-        f"<script>/*\nuPlot: {licence}*/\n{uplot_js}</script>\n<script>{report_js}</script></body></html>\n"
-    )
+    return page.render(sections)
 
 
 def _summary_line(run: RunHistory) -> str:
@@ -154,11 +86,6 @@ def _tiles(run: RunHistory) -> str:
     order = sorted(last, key=lambda name: -when[name])[:MAX_TILES]
     tiles = [f"<li><b>{format_compact_number(last[name])}</b><span>{escape(name)}</span></li>" for name in order]
     return f'<ul class="tiles">{"".join(tiles)}</ul>' if tiles else ""
-
-
-def _figure(title: str, drawing: str) -> str:
-    drawing = drawing or '<p class="none">no numbers</p>'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{drawing}</figure>"
 
 
 def _make_line(name: str, points: Sequence[Point]) -> PlotLine:
@@ -232,12 +159,12 @@ def _breakdown_figure(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakd
         host = f" · {run.hosts[rank]}" if several_hosts and rank < len(run.hosts) else ""
         rows.append(f'<tr><th>rank {rank}{escape(host)}</th><td><div class="bar">{bar}</div></td></tr>')
     if not rows:
-        return _figure(title, "")
+        return make_figure(title, "")
     legend = "".join(
         f'<li><span class="swatch" style="background:var(--c{colour})"></span>{escape(name)}</li>'
         for name, colour in TIME_PARTS.items()
     )
-    return _figure(title, f'<ul class="legend">{legend}</ul><table class="bars">{"".join(rows)}</table>')
+    return make_figure(title, f'<ul class="legend">{legend}</ul><table class="bars">{"".join(rows)}</table>')
 
 
 def _seconds_by_part(breakdowns: Sequence[RankTimeBreakdown]) -> tuple[float, float, float, float]:
@@ -277,6 +204,20 @@ def _usage_plots(run: RunHistory) -> list[PlotData]:
     return [*plots, PlotData("CPU load per host", "seconds", "% of all cores", lines, y_min=0.0, y_max=100.0)]
 
 
+def _rank_table(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakdown]]) -> str:
+    """Return a row for each rank; with its staleness, if some rank has pushed to a parameter server."""
+    headings = list(RANK_HEADINGS)
+    rows = [list(_rank_row(run, *each)) for each in breakdowns.items()]
+    if any(each.num_pushes for of_rank in breakdowns.values() for each in of_rank):
+        headings.append("staleness (max)")
+        for row, of_rank in zip(rows, breakdowns.values(), strict=True):
+            num_pushes = sum(each.num_pushes for each in of_rank)
+            mean = sum(each.staleness * each.num_pushes for each in of_rank) / max(1, num_pushes)
+            largest = max((each.max_staleness for each in of_rank), default=0)
+            row.append(f"{mean:.1f} ({largest})" if num_pushes else "–")
+    return make_table(headings, rows)
+
+
 def _rank_row(run: RunHistory, rank: int, breakdowns: Sequence[RankTimeBreakdown]) -> tuple[str, ...]:
     num_steps = sum(each.num_steps for each in breakdowns)
     compute_s, move_s, wait_s, _ = _seconds_by_part(breakdowns)
@@ -313,14 +254,3 @@ def _round_rows(run: RunHistory) -> list[tuple[str, ...]]:
         changes = ("–", "–") if before is None else (describe(start, before), describe(before, start))
         rows.append((str(start.step), format_duration(start.at_s), str(len(start.hosts)), *changes))
     return rows
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def row(tag: str, cells: Sequence[str]) -> str:
-        """Numbers stand at the right; rank and host, and plain facts, at the left."""
-        classes = ["" if index < 2 or not names else ' class="number"' for index in range(len(cells))]
-        inside = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(classes, cells, strict=True))
-        return f"<tr>{''.join(inside)}</tr>"
-
-    lines = [*([row("th", names)] if names else []), *(row("td", cells) for cells in rows)]
-    return f'<div class="table"><table>{"".join(lines)}</table></div>'

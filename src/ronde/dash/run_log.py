@@ -66,6 +66,12 @@ class RankTimeBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     between_s: float = 0.0
     """Between the end of a step and the begin of the next: mostly loading data."""
     loads: tuple[ResourceSample, ...] = ()
+    num_pushes: int = 0
+    """To a parameter server."""
+    staleness: float = 0.0
+    """How many updates of others came between a read and the push that used it, in the mean."""
+    max_staleness: int = 0
+    """The largest of all pushes since the rank joined."""
 
     @property
     def mean_step_s(self) -> float:
@@ -88,12 +94,16 @@ class StepTimer:
         clock: Callable[[], float],
         sample_resources: Callable[[], ResourceSample],
         read_blocked: Callable[[], tuple[float, float]],
+        read_pushes: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ) -> None:
-        """`read_blocked` returns the seconds of waiting and of moving data so far."""
+        """`read_blocked` returns the seconds of waiting and of moving data so far, `read_pushes` the pushes to a
+        parameter server: how many, the sum of their staleness, and the largest."""
         self._rank = rank
         self._clock = clock
         self._sample_resources = sample_resources
         self._read_blocked = read_blocked
+        self._read_pushes = read_pushes
+        self._pushes_before = read_pushes()
         self._next_sample_s = 0.0
         # What is measured from one take_breakdown() to the next:
         self._blocked_at_start = (0.0, 0.0)
@@ -124,6 +134,9 @@ class StepTimer:
         """Return what happened since the last call; times of samples are counted from `run_started_s`."""
         times_s, samples, between_s = self._step_times_s, self._samples, self._between_s
         self._step_times_s, self._samples, self._between_s, self._last_end_s = [], [], 0.0, None
+        before, self._pushes_before = self._pushes_before, self._read_pushes()
+        (num_pushes, staleness_sum, max_staleness) = self._pushes_before
+        num_pushes, staleness_sum = num_pushes - before[0], staleness_sum - before[1]
         if not times_s:
             return RankTimeBreakdown(rank=self._rank)
         total_s = sum(times_s)
@@ -145,6 +158,9 @@ class StepTimer:
             move_s=move_s * factor,
             between_s=between_s,
             loads=tuple(msgspec.structs.replace(sample, at_s=at_s - run_started_s) for at_s, sample in samples),
+            num_pushes=num_pushes,
+            staleness=staleness_sum / num_pushes if num_pushes else 0.0,
+            max_staleness=max_staleness,
         )
 
 
@@ -163,6 +179,11 @@ def process_sampler(gpu: Callable[[], float] | None = None) -> Callable[[], Reso
         )
 
     return sample
+
+
+def _read_pushes() -> tuple[int, int, int]:
+    """Return the pushes of this rank to a parameter server: how many, the sum of their staleness, and the largest."""
+    return current_world("RunLog").recorder.pushes if ronde.is_initialized() else (0, 0, 0)
 
 
 def _read_blocked_times() -> tuple[float, float]:
@@ -337,7 +358,11 @@ class RunLog:
         facts_text = {name: str(value) for name, value in all_facts.items()}
         self._write(RunStarted(step=step, at_s=before_s, facts=facts_text, hosts=hosts, workers=workers))
         self._step_timer = StepTimer(
-            self._rank, clock=clock, sample_resources=process_sampler(gpu), read_blocked=_read_blocked_times
+            self._rank,
+            clock=clock,
+            sample_resources=process_sampler(gpu),
+            read_blocked=_read_blocked_times,
+            read_pushes=_read_pushes,
         )
 
     def step(self) -> AbstractContextManager[None]:

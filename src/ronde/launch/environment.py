@@ -217,7 +217,7 @@ def _make_order(
 ) -> RankOrder:
     """`given` is what the user has set; `env` is stronger."""
     env = {
-        **_common_variables(facts, placement.local_size),
+        **_common_variables(facts, placement.local_size * job.jobs_per_host),
         **given,
         **env,
         **_placement_variables(placement),
@@ -234,6 +234,7 @@ def _make_order(
         tty=has_terminal,
         stdin_pipe=has_terminal and 0 not in tty_fds,
         output_ptys={1, 2} <= set(tty_fds) and placement.rank == 0 and job.debug_rank is None,
+        message_pipes=job.has_messages,
     )
 
 

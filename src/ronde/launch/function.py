@@ -78,15 +78,12 @@ def run(
     When a rank fails, its own exception is raised here, with its traceback as the cause; JobFailed, when it has none to
     raise (it was killed, it exited, its host was lost). Ctrl-C ends the job, and is a KeyboardInterrupt.
     """
-    listed = [hosts] if isinstance(hosts, str) and hosts else hosts
-    parsed_hosts = tuple(host for each in listed for host in ([each] if isinstance(each, Host) else parse_hosts(each)))
+    parsed_hosts = _parse_hosts_argument(hosts)
     try:
         num_ranks = sum(host.slots for host in parsed_hosts) or 1 if np is None else operator.index(np)
     except TypeError:
         raise TypeError(f"np must be a whole number, got {np!r}") from None
-    for name, text in (env or {}).items():
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise TypeError(f"env must have texts, as in env={{'A': '1'}}; got {name!r}: {text!r}")
+    _check_env(env)
     if "num_ranks" in settings:  # its name everywhere else
         raise TypeError("unknown setting num_ranks; the number of ranks is np, as in ronde.run(fn, np=4)")
     is_elastic = min_np is not None or max_np is not None
@@ -114,6 +111,39 @@ def run(
     if result.stop_request is not None:
         _raise_signal(result.stop_request)
     return cast("list[T]", unpickle_results(result, len(result.return_values) if is_elastic else num_ranks))
+
+
+def make_function_job(
+    *,
+    hosts: str | Sequence[Host | str] = "",
+    env: Mapping[str, str] | None = None,
+    ssh: SshOptions | None = None,
+    python: str = "",
+    settings: Mapping[str, Any] | None = None,
+) -> Job:
+    """Make a job of one rank with no command yet, from arguments as those of run(). For programs that start several
+    jobs alike, each with ranks and a call of its own."""
+    _check_env(env)
+    return Job(
+        command=(),
+        num_ranks=1,
+        hosts=_parse_hosts_argument(hosts),
+        ssh=ssh or SshOptions(),
+        python=python,
+        env=dict(env or {}),
+        settings=load_settings(settings or {}, os.environ),
+    )
+
+
+def _parse_hosts_argument(hosts: str | Sequence[Host | str]) -> tuple[Host, ...]:
+    listed = [hosts] if isinstance(hosts, str) and hosts else hosts
+    return tuple(host for each in listed for host in ([each] if isinstance(each, Host) else parse_hosts(each)))
+
+
+def _check_env(env: Mapping[str, str] | None) -> None:
+    for name, text in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise TypeError(f"env must have texts, as in env={{'A': '1'}}; got {name!r}: {text!r}")
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

@@ -100,6 +100,10 @@ class Job:
     """This rank gets the terminal, and no operation times out."""
     pickled_call: bytes = b""
     """The pickled function of ronde.run; the command is function.FUNCTION_RANK_COMMAND then."""
+    has_messages: bool = False
+    """Whether the program that runs the job and its ranks exchange messages (Driver.send, rank_messages.py)."""
+    jobs_per_host: int = 1
+    """How many such jobs run on each host at a time: so many times fewer threads has each rank."""
     name: str = ""
     """For `ronde top NAME`; empty: the driver's process id."""
     grace_s: float = 10.0

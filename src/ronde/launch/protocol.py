@@ -53,6 +53,8 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     either and has an end."""
     output_ptys: bool = False
     """Give the rank ptys as standard output and error, so that it shows progress bars."""
+    message_pipes: bool = False
+    """Give the rank pipes for RankMessage."""
 
 
 class PortCounts(NamedTuple):
@@ -98,6 +100,14 @@ class RankInput(LaunchMessage, frozen=True):
     data: bytes
 
 
+class RankMessage(LaunchMessage, frozen=True):
+    """Bytes that mean something only to the program that runs the job and to its rank. Sent both ways, in jobs with
+    Job.has_messages."""
+
+    rank: int
+    data: bytes
+
+
 class ResizeTerminal(LaunchMessage, frozen=True):
     rank: int
     rows: int
@@ -123,7 +133,15 @@ class StopAgent(LaunchMessage, frozen=True):
 
 
 DriverMessage: TypeAlias = (
-    ProbeRequest | StartRanks | SignalRanks | RankInput | ResizeTerminal | PauseOutput | DriverHeartbeat | StopAgent
+    ProbeRequest
+    | StartRanks
+    | SignalRanks
+    | RankInput
+    | RankMessage
+    | ResizeTerminal
+    | PauseOutput
+    | DriverHeartbeat
+    | StopAgent
 )
 
 
@@ -232,6 +250,7 @@ AgentMessage: TypeAlias = (
     | AgentStopping
     | RankStarted
     | RankOutput
+    | RankMessage
     | FunctionResult
     | RankExit
     | UsageReport

@@ -337,6 +337,14 @@ class PipeReader:
             self._paused = False
             self._loop.add_reader(self.fd, self._on_readable)
 
+    def read_available(self) -> None:
+        """Hand on what is there now, unless reading is paused."""
+        for _ in range(MAX_REMAINING_BYTES // MAX_READ_BYTES):
+            data = None if self._paused or self.fd < 0 else self._read_available()
+            if not data:
+                break
+            self._on_data(data)
+
     def read_remaining(self) -> None:
         """Read what is there, then close. Called when the writer has ended, though other processes may hold its end."""
         num_left = MAX_REMAINING_BYTES

@@ -30,7 +30,7 @@ class Recorder:
         self._waits_ns: dict[int, float] = {}
         self.steps = 0
         """Training steps, as ronde.mark_step() counts them."""
-        self._pushes = (0, 0, 0)
+        self.pushes = (0, 0, 0)
         """To a parameter server: how many, the sum of their staleness, and the largest. Replaced as a whole."""
         self.tracing = False
         """Whether operations and events are kept for a trace. Changed by set_tracing()."""
@@ -89,8 +89,8 @@ class Recorder:
     def record_push(self, staleness: int) -> None:
         """Count a push to a parameter server. The staleness is how many updates of others came between its read and its
         commit. Called by one thread at a time."""
-        number, total, largest = self._pushes
-        self._pushes = (number + 1, total + staleness, max(largest, staleness))
+        number, total, largest = self.pushes
+        self.pushes = (number + 1, total + staleness, max(largest, staleness))
 
     def sample_activity(self, at_ns: int, current_operation: CurrentOperation | None) -> ActivitySample:
         """Return the sums so far, for the coordinator. They include the current operation up to now."""
@@ -102,7 +102,7 @@ class Recorder:
             moving_s += (at_ns - current_operation.since_ns) / 1e9
         with self._lock:
             waited_for = tuple([(rank, int(waited_ns)) for rank, waited_ns in self._waits_ns.copy().items()])
-        pushes = self._pushes
+        pushes = self.pushes
         return ActivitySample(
             at_ns=at_ns,
             steps=max(self.steps, pushes[0]),

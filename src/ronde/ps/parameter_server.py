@@ -276,7 +276,8 @@ class ParameterServer:
         Without gradients, all of them were given to stage(). Those of rows of tables are given to stage_rows(). `lrs`
         are learning rates by group of tensors, in place of the optimizer's own; in "sync" mode those of the first
         worker count. It returns when the push is committed and cannot be lost any more, and, unless the mode is
-        "async", when no worker is too far behind.
+        "async", when no worker is too far behind. Gradients are not copied: after an error (a timeout, an interrupt)
+        they may be on their way, and must not be changed before finish_step() has returned.
         """
         self._push(gradients, lrs, read=True, copy=False)
         return self.finish_step()
@@ -649,7 +650,7 @@ class ParameterServer:
         if len(under_way.gradients) < len(self.parameters):
             missing = [name for name, index in self._indices.items() if index not in under_way.gradients]
             raise ValueError(f"no gradient was given for {', '.join(missing)}")
-        if lrs and len(lrs) <= max(part.group for part in self._setup.parts):
+        if lrs and len(lrs) <= max(part.group for part in self._setup.all_parts):
             raise ValueError(f"lrs must have one learning rate for each group of tensors, got {list(lrs)}")
         unstaged = [index for index in range(len(self._setup.parts)) if index not in under_way.staged]
         self._stage_parts(unstaged, copy=copy)

@@ -369,8 +369,8 @@ class _Service:
                 changing.add(task)
                 task.add_done_callback(changing.discard)
         finally:
-            for task in (ready, over, *changing):
-                task.cancel()
+            for running in (ready, over, *changing):
+                running.cancel()
             await asyncio.gather(ready, over, *changing, return_exceptions=True)
 
     async def _change_model(self, dispatcher: Dispatcher) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,14 @@ class ShardedEmbedding(nn.Module):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the module has the same rows first, and has to be given to an optimizer of its own.
+        return {**self.__dict__, "_server": None, "_gradients": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # PyTorch gives it no types
+        self.weight.ronde_embedding = self  # type: ignore[attr-defined]  # PyTorch does not copy it
 
     # --- for AsyncOptimizer ------------------------------------------------------------------------------------------
 

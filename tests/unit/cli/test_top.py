@@ -190,3 +190,9 @@ def test_an_elastic_job_shows_who_came_who_was_lost_and_what_comes_next() -> Non
     assert "0 of the 2 ranks that are needed are ready" in table(
         JobStatus(name="demo", size=0, plan="0 of the 2 ranks that are needed are ready")
     )
+
+
+def test_staleness_is_shown_where_there_is_a_parameter_server() -> None:
+    text = table(status_of(running(0, staleness=1.25, max_staleness=7), running(1)))
+    assert "1.2 (max 7)" in text and "staleness" in text
+    assert "staleness" not in table(status_of(running(0)))

@@ -9,10 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from ronde.dash import report
-from ronde.dash.report import render_report_page, write_report
+from ronde.dash import page, report
+from ronde.dash.page import PlotData, PlotLine
+from ronde.dash.report import render_report_page, write_plots, write_report
 from ronde.dash.run_log import (
     LoggedValues,
     RankTimeBreakdown,
@@ -191,9 +193,27 @@ def test_the_file_appears_whole_and_alone(tmp_path: Path) -> None:
 
 
 def test_the_chart_library_is_the_released_one_and_its_licence_is_in_the_page() -> None:
-    sums = (report.UPLOT_DIR / "SHA256SUMS").read_text().splitlines()
+    sums = (page.UPLOT_DIR / "SHA256SUMS").read_text().splitlines()
     assert len(sums) == 3
     for checksum, name in (line.split() for line in sums):
-        assert hashlib.sha256((report.UPLOT_DIR / name).read_bytes()).hexdigest() == checksum
+        assert hashlib.sha256((page.UPLOT_DIR / name).read_bytes()).hexdigest() == checksum
     assert "uPlot (v1.6.32)" in render_report_page(RunHistory())
     assert "The MIT License" in render_report_page(RunHistory())
+
+
+def test_staleness_has_a_column_where_ranks_pushed_to_a_parameter_server() -> None:
+    assert "staleness" not in render_report_page(run_of())
+    pushed = msgspec.structs.replace(breakdown(0), num_pushes=4, staleness=2.5, max_staleness=8)
+    records: list[RunLogRecord] = [
+        RunStarted(hosts=("a", "a")),
+        RankTimesLogged(step=10, at_s=1.0, ranks=(pushed, breakdown(1))),
+    ]
+    page = render_report_page(parse_log(encode_record(each) for each in records))
+    assert "staleness (max)" in page and "2.5 (8)" in page
+
+
+def test_plots_of_other_numbers_have_a_page_of_their_own(tmp_path: Path) -> None:
+    plot = PlotData(f"a {HOSTILE}", "seconds", "%", (PlotLine(HOSTILE, [0.0, 1.0], [1.0, None]),))
+    page = write_plots([plot], tmp_path / "new/page.html", title=HOSTILE).read_text()
+    assert page.count("<script") == 3 and "alert(1)</script>" not in page and 'data-plot="0"' in page
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]

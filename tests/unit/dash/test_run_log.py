@@ -185,3 +185,21 @@ def test_of_two_values_for_a_step_the_later_counts_and_broken_lines_are_counted(
     run = parse_log([*records, b'{"type":"values"}', b"{"])
     assert run.series("loss") == [(1, 0.5), (2, 0.3)]
     assert (len(run.values), run.num_unreadable_lines) == (3, 2)
+
+
+def test_staleness_is_that_of_the_pushes_since_the_last_call(clock: Clock) -> None:
+    pushes = [(4, 8, 3)]
+    idle = ResourceSample(cpu=0.0, host_cpu=0.0, memory_bytes=0)
+    timer = StepTimer(
+        0,
+        clock=clock,
+        sample_resources=lambda: idle,
+        read_blocked=lambda: (0.0, 0.0),
+        read_pushes=lambda: pushes[-1],
+    )
+    pushes.append((8, 28, 9))
+    run_step(timer, clock, 1.0)
+    breakdown = timer.take_breakdown(100.0)
+    assert (breakdown.num_pushes, breakdown.staleness, breakdown.max_staleness) == (4, 5.0, 9)
+    run_step(timer, clock, 1.0)
+    assert timer.take_breakdown(100.0).num_pushes == 0

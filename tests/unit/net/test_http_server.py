@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import shutil
 import socket
 import ssl
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from ronde.errors import StartFailed
 from ronde.net.http_server import BodyBudget, HttpOptions, HttpServer, RequestBody, read_token, send_reply, write_token
 from tests.limits import PATIENCE_S
+from tests.services import needs
 
 TOKEN = "a-token-of-some-length"
 
@@ -174,14 +176,12 @@ def test_a_port_that_is_taken_is_named() -> None:
         pass
 
 
+@needs("openssl", missing="" if shutil.which("openssl") else "no openssl to make a certificate with")
 def test_tls(tmp_path: Path) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     more = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
-    try:
-        subprocess.run([*command, *more], check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("there is no openssl")
+    subprocess.run([*command, *more], check=True, capture_output=True)
     with serving(certificate=str(certificate), private_key=str(key)) as server:
         assert server.url == f"https://127.0.0.1:{server.port}"
         context = ssl.create_default_context(cafile=str(certificate))

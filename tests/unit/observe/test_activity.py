@@ -121,3 +121,14 @@ def test_a_wait_under_way_is_counted_and_described_until_it_is_over(
     for rank in by_rank:
         report(tracker, rank, 5.0)
     assert [each.doing for each in tracker.snapshot(5 * S)] == ["", "", ""]
+
+
+def test_staleness_is_that_of_the_last_pushes(tracker: ActivityTracker) -> None:
+    report(tracker, 0, 1.0)
+    assert tracker.snapshot(1 * S)[0].staleness is None, "nothing was pushed"
+    report(tracker, 0, 2.0, pushes=(10, 50, 9))
+    report(tracker, 0, 20.0, pushes=(10, 50, 9))
+    known = tracker.snapshot(20 * S)[0]
+    assert (known.staleness, known.max_staleness) == (5.0, 9)
+    report(tracker, 0, 21.0, pushes=(14, 58, 9))
+    assert tracker.snapshot(21 * S)[0].staleness == 2.0

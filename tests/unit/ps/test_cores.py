@@ -156,7 +156,7 @@ def is_replicated(simulation: Simulation) -> bool:
 
 @pytest.mark.slow
 @given(SEEDS, MODES, st.lists(st.tuples(st.integers(0, 250), st.sampled_from("swSWx")), min_size=1, max_size=5), CLIP)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_members_that_meet_anew_at_any_moment_lose_nothing(
     seed: int, mode: Mode, changes: list[tuple[int, str]], clip_norm: float
 ) -> None:

@@ -52,7 +52,7 @@ def test_while_all_are_busy_requests_collect_until_they_fill_a_batch() -> None:
     assert batcher.take_batches(0.0) == []
     assert batcher.due_s() == SHORT_S
     add(batcher, "f")
-    assert shown(batcher.take_batches(0.0)) == [(0, "cdef")]
+    assert shown(batcher.take_batches(0.0)) == [(1, "cdef")]  # the last that was used
 
 
 def test_while_all_are_busy_nobody_waits_longer_for_company_than_the_bound() -> None:

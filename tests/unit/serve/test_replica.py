@@ -22,6 +22,7 @@ from ronde.serve.replica import ServedModel
 from ronde.serve.replica_messages import (
     ALIGNMENT,
     BatchDone,
+    FrontMessage,
     LoadModel,
     PredictBatch,
     RequestResult,
@@ -149,7 +150,7 @@ def test_what_is_no_handler_is_named() -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 100_000])
 def test_frames_arrive_whole_however_they_are_cut(piece: int) -> None:
-    messages = [
+    messages: list[tuple[FrontMessage, list[bytes]]] = [
         (PredictBatch(1, 1, (1, 2), ((3,),), ((12, 24),)), [b"a" * 12, b"b" * 24]),
         (LoadModel(2, "/tmp/x", ("model.onnx",)), []),
         (PredictBatch(2, 1, (1,), ((3,),), ((50_000,),)), [bytes(50_000)]),

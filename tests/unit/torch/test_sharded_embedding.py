@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -166,3 +167,23 @@ def test_mistakes_are_named() -> None:
     assert repr(embedding) == "ShardedEmbedding(3, 2, padding_idx=2)"
     with pytest.raises(ValueError, match=r"is nowhere yet: give its parameters to a ronde\.torch\."):
         embedding(torch.tensor([1]))
+
+
+def test_a_copy_of_a_module_that_trains_is_one_for_another_optimizer() -> None:
+    def body(world: World) -> None:
+        model = nn.Sequential(ShardedEmbedding(5, 2), nn.Linear(2, 1))
+        optimizer = AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), group=world.group)
+        model(torch.tensor([1, 2])).sum().backward()
+        other = copy.deepcopy(model)
+        with pytest.raises(ValueError, match="is nowhere yet"):
+            other(torch.tensor([1]))
+        with torch.no_grad():
+            first = model[0](torch.tensor([1]))
+        optimizer.step()
+        optimizer.close()
+        optimizer = AsyncOptimizer(torch.optim.SGD(other.parameters(), lr=1.0), group=world.group)
+        with torch.no_grad():
+            assert (other[0](torch.tensor([1])) == first).all()
+        optimizer.close()
+
+    run_threads(1, body)

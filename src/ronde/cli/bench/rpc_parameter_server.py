@@ -111,7 +111,9 @@ def time_parameter_servers(num_bytes: int, rounds: int) -> dict[str, list[float]
                 new = rpc.rpc_sync(remote.owner(), call_method, args=(RpcServer.pull_parameter, remote, index))
                 parameter.copy_(new)
 
-        ways = dict(zip(WAYS, (lambda: server.step(arrays), step_flat, step_per_parameter), strict=True))
+        ways: dict[str, Any] = dict(
+            zip(WAYS, (lambda: server.step(arrays), step_flat, step_per_parameter), strict=True)
+        )
         workers = ronde.add_group(range(last))
         for number in range(rounds + WARM_UP):
             for way, do in ways.items():

@@ -72,6 +72,7 @@ def time_rows(num_rows: int, rounds: int, with_rpc: bool) -> dict[str, tuple[lis
 
     def time_steps(name: str, do: Callable[[], object], rounds: int, server: ParameterServer | None) -> None:
         times: list[float] = []
+        ronde.barrier()
         begun_bytes = _count_bytes()
         for number in range(rounds + WARM_UP if rank != last else 0):
             workers.barrier()

@@ -38,6 +38,7 @@ from ronde.launch.protocol import (
     ProbeRequest,
     RankExit,
     RankInput,
+    RankMessage,
     RankOrder,
     RankStarted,
     ResizeTerminal,
@@ -110,6 +111,8 @@ class Agent:
                         self._ranks[rank].signal(number)
             case RankInput(rank, data) if rank in self._ranks:
                 self._ranks[rank].write_input(data)
+            case RankMessage(rank, data) if rank in self._ranks:
+                self._ranks[rank].write_message(data)
             case ResizeTerminal(rank, rows, columns) if rank in self._ranks:
                 self._ranks[rank].resize_terminal(rows, columns)
             case PauseOutput(paused):

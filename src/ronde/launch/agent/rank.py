@@ -5,8 +5,11 @@
     standard error     the same, apart; with order.tty both are one
     $RONDE_CALL_FD     the pickled call, up to the end of the pipe
     $RONDE_RESULT_FD   takes the result: its length (8 bytes, big endian), then so many bytes
+    $RONDE_MESSAGE_FDS two descriptors, for messages to the rank and from it (order.message_pipes): frames, each with
+                       its length (4 bytes, big endian) first; rank_messages is the other end
 
-The last two exist when there is a pickled call. All output of a rank is reported before its exit.
+Call and result exist when there is a pickled call. All output of a rank is reported before its exit, and what it has
+printed before it sent a message is reported before the message.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ import errno
 import os
 import select
 import signal
+import struct
 import subprocess
 from collections.abc import Callable
 from functools import partial
 
 from ronde.errors import StartFailed
 from ronde.launch.agent.orphans import OrphanKiller
-from ronde.launch.protocol import AgentMessage, FunctionResult, RankOrder, RankOutput, StdStream
+from ronde.launch.protocol import AgentMessage, FunctionResult, RankMessage, RankOrder, RankOutput, StdStream
 from ronde.launch.timeouts import OUTPUT_DRAIN_TIMEOUT_S
 from ronde.launch.tty import EOF_CHARACTER, open_pty, set_window_size, with_controlling_terminal
 from ronde.net.event_loop import EventLoop, PipeReader, PipeWriter, Timer
@@ -33,6 +37,8 @@ RESULT_FD_VARIABLE = "RONDE_RESULT_FD"
 MAX_PENDING_INPUT_BYTES = 1024 * 1024
 """What is typed beyond this, into a terminal that the rank does not read from, is lost, as in any terminal."""
 RESULT_LENGTH_BYTES = 8
+MESSAGE_FDS_VARIABLE = "RONDE_MESSAGE_FDS"
+MESSAGE_LENGTH = struct.Struct("!I")
 
 LIMIT_ADVICE = {
     errno.E2BIG: "its arguments and its environment are larger than the system allows; pass large values by file",
@@ -105,6 +111,11 @@ class RankProcess:
             self._call_writer.write(pickled_call)
             self._call_writer.write_eof()
             self._add_reader(parent_fds["result"], self._result.extend)
+        self._message_writer: PipeWriter | None = None
+        self._message_bytes = bytearray()
+        if order.message_pipes:
+            self._message_writer = PipeWriter(loop, parent_fds["messages_in"])
+            self._add_reader(parent_fds["messages_out"], self._report_messages)
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole group."""
@@ -119,6 +130,11 @@ class RankProcess:
             self._stdin_writer.write_eof()
         elif self._stdin_writer.pending_bytes < MAX_PENDING_INPUT_BYTES:
             self._stdin_writer.write(data or EOF_CHARACTER)
+
+    def write_message(self, data: bytes) -> None:
+        """Write a message for the rank, if it has pipes for messages."""
+        if self._message_writer is not None:
+            self._message_writer.write(MESSAGE_LENGTH.pack(len(data)) + data)
 
     def resize_terminal(self, rows: int, columns: int) -> None:
         for reader in self._output_readers:
@@ -184,6 +200,18 @@ class RankProcess:
     def _report_output(self, stream: StdStream, data: bytes) -> None:
         self._on_report(RankOutput(self._order.rank, stream, data))
 
+    def _report_messages(self, data: bytes) -> None:
+        for reader in self._output_readers:
+            reader.read_available()
+        self._message_bytes += data
+        while len(self._message_bytes) >= MESSAGE_LENGTH.size:
+            end = MESSAGE_LENGTH.size + MESSAGE_LENGTH.unpack_from(self._message_bytes)[0]
+            if end > len(self._message_bytes):
+                break
+            message = bytes(self._message_bytes[MESSAGE_LENGTH.size : end])
+            del self._message_bytes[:end]
+            self._on_report(RankMessage(self._order.rank, message))
+
     def _handle_process_exit(self) -> None:
         self._close_pidfd()
         self.set_reading_paused(False)
@@ -208,7 +236,7 @@ class RankProcess:
     def _close_pipes(self) -> None:
         if self._drain_timer is not None:
             self._drain_timer.cancel()
-        for pipe in (*self._readers, self._stdin_writer, self._call_writer):
+        for pipe in (*self._readers, self._stdin_writer, self._call_writer, self._message_writer):
             if pipe is not None:
                 pipe.close()
 
@@ -227,6 +255,9 @@ def _open_pipes(order: RankOrder, has_call: bool, parent_fds: dict[str, int], ch
     if has_call:
         child_fds["call"], parent_fds["call"] = os.pipe()
         parent_fds["result"], child_fds["result"] = os.pipe()
+    if order.message_pipes:
+        child_fds["messages_in"], parent_fds["messages_in"] = os.pipe()
+        parent_fds["messages_out"], child_fds["messages_out"] = os.pipe()
 
 
 def _spawn(order: RankOrder, fds: dict[str, int], orphan_killer: OrphanKiller) -> subprocess.Popen[bytes]:
@@ -235,6 +266,10 @@ def _spawn(order: RankOrder, fds: dict[str, int], orphan_killer: OrphanKiller) -
         for variable, name in ((CALL_FD_VARIABLE, "call"), (RESULT_FD_VARIABLE, "result"))
         if name in fds
     }
+    variables = {name: str(fd) for name, fd in inherited.items()}
+    message_fds = [fds[name] for name in ("messages_in", "messages_out") if name in fds]
+    if message_fds:
+        variables[MESSAGE_FDS_VARIABLE] = ",".join(map(str, message_fds))
     out = fds["out"]
     before = os.sched_getaffinity(0)
     try:
@@ -249,12 +284,12 @@ def _spawn(order: RankOrder, fds: dict[str, int], orphan_killer: OrphanKiller) -
                 ) from None
         return subprocess.Popen(
             with_controlling_terminal(out, order.argv) if order.tty else order.argv,
-            env={**order.env, **{name: str(fd) for name, fd in inherited.items()}, **orphan_killer.cookie},
+            env={**order.env, **variables, **orphan_killer.cookie},
             cwd=order.cwd or None,
             stdin=fds.get("in", out) if order.tty else subprocess.DEVNULL,
             stdout=out,
             stderr=fds.get("err", out),
-            pass_fds=tuple(inherited.values()),
+            pass_fds=(*inherited.values(), *message_fds),
             start_new_session=True,
         )
     finally:

@@ -38,7 +38,7 @@ from ronde.launch.driver.monitor import (
 )
 from ronde.launch.driver.server_pool import ServerPool
 from ronde.launch.driver.slots import ScalingLimits, SlotTable
-from ronde.launch.driver.supervisor import RankLocation, RankSupervisor, RanksWithHelpers
+from ronde.launch.driver.supervisor import OutputSink, RankLocation, RankSupervisor, RanksWithHelpers
 from ronde.launch.driver.worker_pool import WorkerPool
 from ronde.launch.environment import (
     count_ports,
@@ -49,7 +49,6 @@ from ronde.launch.environment import (
 )
 from ronde.launch.job import Job
 from ronde.launch.network import HostFacts
-from ronde.launch.output.printer import Printer
 from ronde.launch.placement import Host, Placement, hosts_or_localhost
 from ronde.launch.protocol import PortCounts, RankOrder
 from ronde.launch.server_processes import make_helpers, place_servers, process_names
@@ -133,29 +132,42 @@ class Driver:
     def __init__(
         self,
         job: Job,
-        output_sink: Printer,
+        output_sink: OutputSink,
         *,
         host_source: HostSource | None = None,
         prepare: Callable[[Job, str], Job] | None = None,
+        on_message: Callable[[int, bytes], None] | None = None,
     ) -> None:
         """`host_source` says which hosts an elastic job may use; by default those of the job, for ever. `prepare` is
         called in the thread of run(), before the first worker of an elastic job is started, with the job and the
-        address at which workers reach this machine; the job that it returns is run."""
+        address at which workers reach this machine; the job that it returns is run. `on_message` gets the
+        messages of ranks (Job.has_messages), in the thread of run()."""
         if job.debug_rank is not None:  # the other ranks wait for a person
             settings = job.settings.replace(start_s=UNLIMITED_S, operation_s=UNLIMITED_S, stall_s=0.0)
             job = replace(job, settings=settings)
         self._job = job
         self._output_sink = output_sink
         self._host_source = host_source
+        self._on_message = on_message
         self._prepare = prepare
         self._stop_requests: deque[StopRequest] = deque()
         self._loop: EventLoop | None = None
         self._agents: AgentGroup | None = None
         self._supervisor: RankSupervisor | None = None
+        self._server_coordinator: CoordinatorServer | None = None
+        """That of server processes and workers, if the job has one."""
 
     def stop(self, reason: str) -> None:
         """End everything. From any thread, also before and after run()."""
         self._request_stop(StopRequest(TERMINATED.exit_code, reason))
+
+    def send(self, rank: int, data: bytes) -> None:
+        """Send a message to a rank of a job with Job.has_messages. From any thread; one for a rank that does not run is
+        dropped."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(
+                lambda: self._supervisor.send_message(rank, data) if self._supervisor is not None else None
+            )
 
     def kill_worker(self, number: int) -> None:
         """Kill a worker of an elastic job. From any thread; has no effect if it does not run."""
@@ -278,7 +290,8 @@ class Driver:
 
         def follow(membership: Membership) -> None:
             pool.handle_membership(membership)
-            servers.end_if_done()
+            if servers is not None:
+                servers.end_if_done()
 
         coordinator = CoordinatorServer(
             network.driver_address,
@@ -319,7 +332,9 @@ class Driver:
             indices = sorted(agents.host_facts)
             return indices[place % len(indices)] if indices else None
 
-        servers = self._open_server_pool(loop, agents, server_coordinator, key, opened, choose_host=choose_host)
+        servers: ServerPool | None = None
+        if job.num_servers:
+            servers = self._open_server_pool(loop, agents, server_coordinator, key, opened, choose_host=choose_host)
 
         def status(name: str, elapsed_s: float) -> JobStatus:
             return make_elastic_status(
@@ -337,7 +352,8 @@ class Driver:
             pool.handle_host_connected(index)
         agents.set_handlers(supervisor.handle_message, supervisor.handle_agent_lost, pool.handle_host_connected)
         poller.on_hosts, poller.on_error = pool.handle_hosts, pool.handle_source_error
-        servers.start()
+        if servers is not None:
+            servers.start()
         loop.run_until(lambda: supervisor.finished)
         supervisor.finish_output()
         return pool.make_result(
@@ -398,6 +414,7 @@ class Driver:
         )
         opened.callback(coordinator.close)
         coordinator.start({})
+        self._server_coordinator = coordinator
         return coordinator
 
     def _open_server_pool(
@@ -435,14 +452,20 @@ class Driver:
     def _open_supervisor(
         self, loop: EventLoop, agents: AgentGroup, coordinator: CoordinatorServer, opened: ExitStack
     ) -> RankSupervisor:
+        def report_exit(number: int, how: str) -> None:
+            coordinator.rank_exited(number, how)
+            if self._server_coordinator is not None:
+                self._server_coordinator.rank_exited(number, how)
+
         supervisor = self._supervisor = RankSupervisor(
             loop,
             self._job,
             send=agents.send,
             output_sink=self._output_sink,
-            on_rank_exit=coordinator.rank_exited,
+            on_rank_exit=report_exit,
             host_name=agents.host_name,
             names=process_names(self._job),
+            on_message=self._on_message,
         )
         opened.callback(supervisor.close)
         return supervisor
@@ -509,7 +532,7 @@ def _terminal_fds() -> list[int]:
     return [fd for fd in range(3) if os.isatty(fd)]
 
 
-def run_job(job: Job, output_sink: Printer, *, host_source: HostSource | None = None) -> JobResult:
+def run_job(job: Job, output_sink: OutputSink, *, host_source: HostSource | None = None) -> JobResult:
     """Run a job, and after a failure again, as often as it may be restarted (Job.restarts). A job that could not be
     started, or that somebody has ended, is not started again."""
     for number in range(1, job.restarts + 1):

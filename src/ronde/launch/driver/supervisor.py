@@ -23,7 +23,8 @@ from ronde.launch.driver.monitor import RankStatus
 from ronde.launch.driver.ssh import HostError
 from ronde.launch.driver.termination import Termination, TerminationEvent, TerminationStage
 from ronde.launch.job import Job
-from ronde.launch.output.printer import Printer, prefix_width
+from ronde.launch.output.printer import prefix_width
+from ronde.launch.output.terminal import OutputClosed
 from ronde.launch.protocol import (
     AgentError,
     AgentMessage,
@@ -34,11 +35,13 @@ from ronde.launch.protocol import (
     PauseOutput,
     RankExit,
     RankInput,
+    RankMessage,
     RankOutput,
     RankStarted,
     ResizeTerminal,
     SignalRanks,
     StartRanks,
+    StdStream,
     UsageReport,
 )
 from ronde.launch.timeouts import HELPER_END_TIMEOUT_S
@@ -59,6 +62,33 @@ class RankLocation(NamedTuple):
     host_index: int
     host: str
     local_rank: int
+
+
+class OutputSink(Protocol):
+    """What takes the output of ranks: the Printer of a command, or files of a search. Called in the loop."""
+
+    def rank_started(self, rank: int) -> None: ...
+
+    def write(self, rank: int, stream: StdStream, data: bytes) -> None: ...
+
+    def rank_exited(self, rank: int) -> None: ...
+
+    def print_message(self, text: str) -> None:
+        """Take a line of the driver itself."""
+
+    def tail(self, rank: int, exit_code: int) -> str:
+        """Return the last output of a rank, which explains this exit code."""
+
+    def refresh(self, now_s: float) -> float | None:
+        """Called after writes. Return when to call again at the latest; None while nothing waits."""
+
+    def is_backlogged(self) -> bool:
+        """Whether ranks have to wait before they print more."""
+
+    def closed(self) -> OutputClosed | None:
+        """Return why nothing can be written any more; None while it can."""
+
+    def close(self, *, timeout_s: float | None = None) -> None: ...
 
 
 class JobPolicy(Protocol):
@@ -149,14 +179,15 @@ class RankSupervisor:
         job: Job,
         *,
         send: Callable[[Mapping[int, DriverMessage]], None],
-        output_sink: Printer,
+        output_sink: OutputSink,
         on_rank_exit: Callable[[int, str], None],
         host_name: Callable[[int], str],
         names: Mapping[int, str] | None = None,
+        on_message: Callable[[int, bytes], None] | None = None,
     ) -> None:
         """`send` sends messages to agents by host index. `on_rank_exit` is called with every rank that has ended, and a
         description of how; `host_name` gives the name of a host by its index. `names` are those of processes that are
-        no ranks, by number."""
+        no ranks, by number. `on_message` gets the messages of ranks."""
         self._loop = loop
         self._job = job
         self._send = send
@@ -164,6 +195,7 @@ class RankSupervisor:
         self._on_rank_exit = on_rank_exit
         self._host_name = host_name
         self._names: Mapping[int, str] = {} if names is None else names
+        self._on_message = on_message
         self.policy: JobPolicy = FixedRanks()
         """May be replaced before ranks are started."""
         self._running: dict[int, RankLocation] = {}
@@ -238,6 +270,11 @@ class RankSupervisor:
         interrupted = stop_request.exit_code == INTERRUPTED_CODE
         self._advance_termination(TerminationEvent.INTERRUPTED if interrupted else TerminationEvent.STOP_REQUESTED)
 
+    def send_message(self, rank: int, data: bytes) -> None:
+        """Send a message to a rank, if it runs."""
+        if rank in self._running:
+            self._send({self._running[rank].host_index: RankMessage(rank, data)})
+
     def print_message(self, text: str) -> None:
         self._output_sink.print_message(text)
         self._schedule_refresh()
@@ -280,6 +317,9 @@ class RankSupervisor:
                     )
                 if rank == (self._job.debug_rank or 0):
                     self.resize_terminal()
+            case RankMessage(rank, data):
+                if self._on_message is not None:
+                    self._on_message(rank, data)
             case FunctionResult(rank, data):
                 self.return_values[rank] = data
             case UsageReport(ranks, gpus):

@@ -1,0 +1,138 @@
+"""How fast searches go: the same 40 parameter sets in one process and on two warm workers, and what a trial costs
+besides its objective.
+
+    python benchmarks/search.py
+
+The objective trains a small network of PyTorch for a fixed number of steps; every process has one thread. One process
+runs it in a plain loop, without a search; ronde.search runs it on two workers. Time counts from the start of the first
+trial to the end of the last: nobody waits for an interpreter there. Rounds take turns.
+
+The overhead is measured with an objective that does nothing, on one worker: the time from the end of one trial to the
+start of the next. With two ranks, trials join a round and leave it, and the whole time of a trial counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import ronde
+import ronde.search
+
+POINTS = [{"lr": 0.001 * (1 + index), "width": 64 + 16 * (index % 5)} for index in range(40)]
+SPACE = {"lr": {"low": 0.001, "high": 0.1}, "width": {"low": 64, "high": 128, "step": 16}}
+
+
+def train(params: dict[str, Any], steps: int) -> float:
+    torch.manual_seed(0)
+    width = int(params["width"])
+    model = nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(params["lr"]))
+    x, y = torch.randn(64, 256), torch.randint(10, (64,))
+    loss = torch.zeros(())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return float(loss)
+
+
+def train_in_one_process(steps: int) -> float:
+    """Seconds for all points in a plain loop."""
+    torch.set_num_threads(1)
+    train(POINTS[0], 10)
+    began = time.monotonic()
+    for point in POINTS:
+        train(point, steps)
+    return time.monotonic() - began
+
+
+def search(
+    body: Callable[[Any], float], *, ranks: int, parallel: int, points: Sequence[Any] | int
+) -> list[list[float]]:
+    """Start and end of every trial, in the order of the starts."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def objective(trial: ronde.search.Trial) -> float:
+            began = time.monotonic()
+            value = body(trial)
+            if ranks == 1 or trial.slot == 0:
+                Path(folder, str(trial.number)).write_text(json.dumps([began, time.monotonic()]))
+            return value
+
+        fixed: dict[str, Any] = {"trials": points, "sampler": "random"}
+        if not isinstance(points, int):
+            fixed = {"trials": len(points), "points": points}
+        ronde.search.run(
+            objective, SPACE, ranks_per_trial=ranks, parallel=parallel, env={"OMP_NUM_THREADS": "1"}, **fixed
+        )
+        return sorted(json.loads(path.read_text()) for path in Path(folder).iterdir())
+
+
+def measure_speed(steps: int, rounds: int) -> dict[str, Any]:
+    def body(trial: Any) -> float:
+        return train(trial.params, steps)
+
+    alone, together = [], []
+    for _ in range(rounds):
+        done = subprocess.run(
+            [sys.executable, __file__, "--alone", str(steps)], capture_output=True, text=True, check=True
+        )
+        alone.append(float(done.stdout))
+        times = search(body, ranks=1, parallel=2, points=POINTS)
+        together.append(max(end for _, end in times) - times[0][0])
+    ratios = [one / two for one, two in zip(alone, together, strict=True)]
+    return {"one process, s": alone, "two workers, s": together, "times faster": ratios, "median": median(ratios)}
+
+
+def measure_overhead(trials: int) -> dict[str, float]:
+    def nothing(trial: Any) -> float:
+        return 0.0
+
+    def join(trial: Any) -> float:
+        ronde.init()
+        ronde.barrier()
+        return 0.0
+
+    times = search(nothing, ranks=1, parallel=1, points=trials)
+    gaps = [1e3 * (start - end) for (_, end), (start, _) in itertools.pairwise(times)]
+    times = search(join, ranks=2, parallel=1, points=trials)
+    starts = [start for start, _ in times]
+    whole = [1e3 * (after - before) for before, after in itertools.pairwise(starts)]
+    return {
+        "1 rank, ms": median(gaps),
+        "1 rank, worst of 100, ms": sorted(gaps)[len(gaps) * 99 // 100],
+        "2 ranks that join, ms": median(whole),
+        "2 ranks that join, worst of 100, ms": sorted(whole)[len(whole) * 99 // 100],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=700, help="Steps of training in each trial.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trials", type=int, default=200, help="Trials for the overhead.")
+    parser.add_argument("--alone", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.alone:
+        print(train_in_one_process(options.alone))
+        return
+    print(json.dumps({"speed": measure_speed(options.steps, options.rounds)}), flush=True)
+    print(json.dumps({"overhead": measure_overhead(options.trials)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""A warm worker: a rank that runs one trial after another. Its interpreter, imports and data stay; what a trial has
+changed is put back between trials. Started by worker_group as the function of a function rank."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ronde.errors import RoundEnded
+from ronde.launch.rank_messages import MessagePipes
+from ronde.search.protocol import (
+    Outcome,
+    StartTrial,
+    StopWorker,
+    TrialEnded,
+    WorkerFailed,
+    WorkerReady,
+    decode_for_worker,
+    encode_message,
+)
+from ronde.search.trial import Trial, TrialPruned, as_result
+from ronde.settings import Settings
+from ronde.text import shorten
+
+MAX_REASON_CHARS = 500
+
+
+def run_worker(
+    objective: Callable[..., Any] | str, setup: Callable[[], Any] | str | None, slots: Sequence[int], report_s: float
+) -> None:
+    """Run trials until the driver says that there are no more. A text is `module:function`. `slots` has Trial.slot by
+    rank."""
+    pipes = MessagePipes()
+    rank = Settings.load().rank
+    try:
+        call = load_function(objective)
+        data = () if setup is None else (load_function(setup)(),)
+    except Exception as error:  # whatever a user's module or setup raises
+        traceback.print_exc()
+        pipes.send(encode_message(WorkerFailed(describe_error(error))))
+        return
+    state = ProcessState()
+    _flush()
+    pipes.send(encode_message(WorkerReady()))
+    while True:
+        try:
+            message = decode_for_worker(pipes.receive())
+        except EOFError:
+            return
+        if isinstance(message, StopWorker):
+            return
+        if isinstance(message, StartTrial):  # others are late answers to a trial that has ended
+            trial = Trial(message, pipes, rank=rank, slot=slots[rank], report_s=report_s)
+            ended = _run_trial(trial, call, data, state)
+            _flush()
+            pipes.send(encode_message(ended))
+
+
+def _run_trial(trial: Trial, call: Callable[..., Any], data: tuple[Any, ...], state: ProcessState) -> TrialEnded:
+    state.seed(trial.seed)
+    value, error = 0.0, None
+    try:
+        value = as_result(call(trial, *data))
+    except KeyboardInterrupt:
+        raise
+    except (Exception, SystemExit) as raised:
+        if not isinstance(raised, TrialPruned):
+            traceback.print_exception(type(raised), raised, _without_own_frames(raised))
+        error = raised.with_traceback(None)  # its frames hold what the trial has allocated
+    state.restore(error)
+    if error is None:
+        return TrialEnded(trial.number, trial.attempt, Outcome.COMPLETE, value)
+    if isinstance(error, TrialPruned):
+        return TrialEnded(trial.number, trial.attempt, Outcome.PRUNED)
+    is_consequence = isinstance(error, RoundEnded)
+    return TrialEnded(
+        trial.number, trial.attempt, Outcome.FAILED, reason=describe_error(error), is_consequence=is_consequence
+    )
+
+
+def load_function(named: Callable[..., Any] | str) -> Callable[..., Any]:
+    """Return the function that `module:function` names."""
+    if not isinstance(named, str):
+        return named
+    module, colon, name = named.partition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"{named!r} names no function; write module:function, as in train:objective")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.partition(".")[0]):
+            raise
+        raise ValueError(
+            f"{named!r}: there is no module {error.name!r} beside the job file or in {Path.cwd()}"
+        ) from None
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise ValueError(f"{named!r}: the module {module} has no function {name}")
+    return function  # type: ignore[no-any-return]  # a user's
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error in a line."""
+    text = str(error).strip().splitlines()
+    return shorten(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__, MAX_REASON_CHARS)
+
+
+class ProcessState:
+    """What trials may change in a process and the next trial is to find as it was: random numbers, numbers of threads,
+    the working directory, the round, memory. ML libraries are looked up among those that the objective has imported."""
+
+    def __init__(self) -> None:
+        self._cwd = os.getcwd()  # noqa: PTH109  # a text is all that chdir needs
+        self._num_threads: tuple[int, bool] | None = None
+        self._default_dtype: Any = None
+        self._num_modules = 0
+        self._remember_torch()
+        self._collect()
+
+    def seed(self, seed: int) -> None:
+        """Let the random numbers of Python, NumPy and PyTorch begin with this seed."""
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        if self._remember_torch():
+            sys.modules["torch"].manual_seed(seed)
+        if "tensorflow" in sys.modules:
+            sys.modules["tensorflow"].random.set_seed(seed % 2**31)
+
+    def restore(self, error: BaseException | None) -> None:
+        """Put everything back after a trial, and leave its round; `error` is what ended it, if it was one."""
+        world = sys.modules.get("ronde.comm.world")
+        if world is not None and world.is_initialized():
+            if error is None:
+                world.shutdown()
+            else:
+                world.leave(_leave_reason(error), describe_error(error))
+        os.chdir(self._cwd)
+        torch = sys.modules.get("torch")
+        if torch is not None and self._num_threads is not None:
+            num_threads, is_deterministic = self._num_threads
+            torch.set_num_threads(num_threads)
+            torch.use_deterministic_algorithms(is_deterministic)
+            torch.set_default_dtype(self._default_dtype)
+            torch.set_grad_enabled(True)
+        elif torch is not None:  # the trial was the first to import it
+            self._remember_torch()
+        self._collect()
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _collect(self) -> None:
+        """Free what nothing refers to any more. What was imported since the last time is left out from now on: to go
+        through PyTorch's objects takes longer than a short trial."""
+        gc.collect()
+        if len(sys.modules) != self._num_modules:
+            self._num_modules = len(sys.modules)
+            gc.freeze()
+
+    def _remember_torch(self) -> bool:
+        """Return whether PyTorch is imported, and remember what it begins with."""
+        torch = sys.modules.get("torch")
+        if torch is None or not hasattr(torch, "manual_seed"):  # the latter while another thread imports it
+            return False
+        if self._num_threads is None:
+            self._num_threads = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+            self._default_dtype = torch.get_default_dtype()
+        return True
+
+
+def _leave_reason(error: BaseException) -> Any:
+    from ronde.net.messages import LeaveReason
+
+    return LeaveReason.SHUTDOWN if isinstance(error, TrialPruned) else LeaveReason.FAILED
+
+
+def _without_own_frames(error: BaseException) -> Any:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
+
+
+def _flush() -> None:
+    """Write what was printed, so that it is reported before the message that follows."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed by the objective
+            pass

@@ -1,0 +1,188 @@
+"""The study: no point twice, a journal that survives a kill, decisions of pruners about this attempt alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ronde.errors import RondeError
+from ronde.search import journal
+from ronde.search.protocol import Outcome
+from ronde.search.results import TrialResult
+from ronde.search.space import parse_space, point_key
+from ronde.search.study import JOURNAL_NAME, PlannedTrial, SearchStudy, StudyOptions, check_num_trials
+
+SPACE = parse_space({"x": {"low": 0.0, "high": 1.0}, "kind": ["a", "b"]})
+
+
+def open_study(folder: Path, space: Any = SPACE, points: Any = (), **options: Any) -> SearchStudy:
+    return SearchStudy(folder, space, StudyOptions(**options), points)
+
+
+def complete(planned: PlannedTrial, value: float, reported: dict[int, float] | None = None) -> TrialResult:
+    return TrialResult(
+        number=planned.number, outcome=Outcome.COMPLETE, value=value, params=planned.params, reported=reported or {}
+    )
+
+
+def ask(study: SearchStudy) -> PlannedTrial:
+    planned = study.ask()
+    assert planned is not None
+    return planned
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
+def test_no_point_is_tried_twice_and_a_small_space_ends(tmp_path: Path, sampler: Any) -> None:
+    space = parse_space({"a": [1, 2, 3, 4], "b": {"low": 1, "high": 4}})
+    study = open_study(tmp_path, space, sampler=sampler)
+    seen = set()
+    for number in range(16):
+        planned = ask(study)
+        assert planned.number == number
+        seen.add(point_key(planned.params))
+        study.tell(complete(planned, float(number)))
+    assert len(seen) == 16
+    assert study.ask() is None
+    study.close()
+    assert check_num_trials(space, 20, 0, "tpe") == (
+        16,
+        "the space has only 16 points: the search ends after 16 points instead of 20",
+    )
+
+
+def test_points_come_first_and_a_search_that_is_opened_again_goes_on(tmp_path: Path) -> None:
+    points = [{"x": 0.5, "kind": "a"}, {"x": 0.25, "kind": "b"}]
+    study = open_study(tmp_path, points=points)
+    first, second = ask(study), ask(study)
+    assert [first.params, second.params] == points
+    study.tell(complete(first, 0.5, {0: 2.0, 3: 0.5}))
+    study.close()
+
+    study = open_study(tmp_path, points=points)
+    assert study.interrupted() == [second]
+    assert [(trial.number, trial.value, trial.reported) for trial in study.results()] == [(0, 0.5, {0: 2.0, 3: 0.5})]
+    third = ask(study)
+    assert third.number == 2
+    assert third.params not in points
+    study.close()
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"space": parse_space({"x": [1]})}, "another space"),
+        ({"direction": "maximize"}, "another direction"),
+        ({"what": "train:other"}, "another objective"),
+    ]
+    for change, problem in changes:
+        with pytest.raises(ValueError, match=f"has a search with {problem}"):
+            open_study(tmp_path, **change)
+
+
+def test_a_torn_line_and_a_stale_lock_are_removed_and_the_torn_trial_never_was(tmp_path: Path) -> None:
+    study = open_study(tmp_path)
+    study.tell(complete(ask(study), 1.0))
+    study.close()
+    path = tmp_path / JOURNAL_NAME
+    whole = path.read_bytes()
+    study = open_study(tmp_path)
+    ask(study)
+    study.close()
+    record = path.read_bytes()[len(whole) :]
+    for cut in (1, len(record) // 2, len(record) - 1):
+        path.write_bytes(whole + record[:cut])
+        Path(f"{path}.lock").symlink_to(path)
+        study = open_study(tmp_path)
+        assert path.read_bytes() == whole
+        assert not os.path.lexists(f"{path}.lock")
+        assert study.interrupted() == []
+        assert len(study.results()) == 1
+        study.close()
+    path.write_bytes(whole + record[:9] + b"\n" + record)
+    with pytest.raises(ValueError, match=r"journal.log, line \d+ is damaged, and others follow it"):
+        open_study(tmp_path)
+    path.write_bytes(whole)  # what was refused was not changed, and is free again
+    open_study(tmp_path).close()
+
+
+def test_only_one_driver_writes_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "LOCK_WAIT_S", 0.1)
+    study = open_study(tmp_path)
+    with pytest.raises(RondeError, match="another search is running in"):
+        open_study(tmp_path)
+    study.close()
+    open_study(tmp_path).close()
+
+
+def test_a_trial_is_written_twice_and_whole(tmp_path: Path) -> None:
+    study = open_study(tmp_path)
+    before = len((tmp_path / JOURNAL_NAME).read_bytes().splitlines())
+    planned = ask(study)
+    lines = (tmp_path / JOURNAL_NAME).read_bytes().splitlines()
+    assert len(lines) == before + 1
+    assert {*json.loads(lines[-1])["params"]} == {"x", "kind"}
+    study.tell(complete(planned, 1.0, {step: 1.0 for step in range(100)}))
+    assert study.results()[0].reported == {step: 1.0 for step in range(100)}
+    study.close()
+
+
+def test_the_median_pruner_knows_only_what_complete_trials_and_this_attempt_have_reported(tmp_path: Path) -> None:
+    study = open_study(tmp_path, pruner="median", pruner_options={"n_startup_trials": 2})
+    for value in (1.0, 2.0):
+        study.tell(complete(ask(study), value, {0: value, 1: value}))
+    planned = ask(study)
+    assert study.judge(planned.number, {0: 9.0})
+    study.begin_attempt(planned.number)  # its rank was lost: it begins anew
+    assert not study.judge(planned.number, {0: 0.5})
+    assert not study.judge(planned.number, {0: 0.5, 1: 9.0})  # its best value counts
+    study.close()
+
+
+@pytest.mark.parametrize("pruner", ["asha", "hyperband"])
+def test_halving_ends_most_trials_early_and_forgets_a_lost_attempt(tmp_path: Path, pruner: Any) -> None:
+    options = {"min_resource": 1, "reduction_factor": 2}
+    if pruner == "hyperband":
+        options["max_resource"] = 8
+    study = open_study(tmp_path, pruner=pruner, pruner_options=options)
+
+    def run(planned: PlannedTrial, value: float, *, lose_at: int = 99) -> int:
+        reported: dict[int, float] = {}
+        for step in range(1, 9):
+            reported[step] = value
+            if step == lose_at:  # a rank is lost, and the trial begins anew
+                study.begin_attempt(planned.number)
+                return run(planned, value)
+            if study.judge(planned.number, reported):
+                break
+        study.tell(complete(planned, value, reported))
+        return len(reported)
+
+    lengths = [run(ask(study), float(value)) for value in range(1, 13)]  # worse and worse
+    assert sum(lengths) < 12 * 8 * 0.75
+    assert run(ask(study), 0.5, lose_at=3) == 8  # the best of all runs to its end, after a loss, too
+    study.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"pruner": "median", "pruner_options": {"n_startup": 3}}, "pruner_options of median: .*n_startup"),
+        ({"pruner": "asha", "pruner_options": {"reduction_factor": 1}}, "pruner_options of asha: .*reduction_factor"),
+        ({"pruner_options": {"n_startup_trials": 3}}, "there are options for a pruner, and no pruner"),
+        ({"points": [{"x": 0.5, "kind": "a"}] * 2}, "1 point of 2 are there twice"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_written(tmp_path: Path, options: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        open_study(tmp_path, **options)
+    assert not (tmp_path / JOURNAL_NAME).exists()
+
+
+def test_a_number_of_trials_is_needed_only_where_the_space_has_no_end() -> None:
+    endless, small = SPACE, parse_space({"a": [1, 2, 3]})
+    assert check_num_trials(small, 0, 0, "grid") == (3, "")
+    assert check_num_trials(endless, 0, 4, "tpe") == (4, "")
+    with pytest.raises(ValueError, match="give the number of trials"):
+        check_num_trials(endless, 0, 0, "tpe")
+    with pytest.raises(ValueError, match="a grid needs choices"):
+        check_num_trials(endless, 5, 0, "grid")
