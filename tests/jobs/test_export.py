@@ -13,7 +13,8 @@ from tests.commands import ROOT, run_command
 from tests.limits import LONG_S, LONG_TEST_S
 from tests.services import needs
 
-PROGRAMS = ROOT / ".venv-tensorflow/bin"
+PYTHON = str(ROOT / ".venv-tensorflow/bin/python")
+RONDE = str(ROOT / ".venv-tensorflow/bin/ronde")
 HAS_CONVERTER = any((ROOT / ".venv-tensorflow").glob("lib/python*/site-packages/tf2onnx"))
 
 pytestmark = [
@@ -61,7 +62,7 @@ if __name__ == "__main__":
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     (folder / "models.py").write_text(MODELS)
-    made = run_command([PROGRAMS / "python", "models.py"], cwd=folder, env=environment("tensorflow"), limit_s=LONG_S)
+    made = run_command([PYTHON, "models.py"], cwd=folder, env=environment("tensorflow"), limit_s=LONG_S)
     assert made.returncode == 0, made.stderr
     return folder
 
@@ -74,7 +75,7 @@ def environment(backend: str) -> dict[str, str]:
 def test_a_model_of_keras_becomes_onnx(project: Path, backend: str, checkpoint: str) -> None:
     factory = ["--model", "models:make"] if checkpoint.endswith(".h5") else []
     words = [
-        PROGRAMS / "ronde",
+        RONDE,
         "export",
         checkpoint,
         *factory,
@@ -92,7 +93,7 @@ def test_a_model_of_keras_becomes_onnx(project: Path, backend: str, checkpoint: 
 
 
 def test_a_module_of_tensorflow_and_what_would_run_code(project: Path) -> None:
-    words = [PROGRAMS / "ronde", "export", "variables.index", "--model", "models:Module", "--to", "own"]
+    words = [RONDE, "export", "variables.index", "--model", "models:Module", "--to", "own"]
     done = run_command(
         [*words, "--example-input", "x=float32:1x4", "--output", "saved"],
         cwd=project,
@@ -101,7 +102,7 @@ def test_a_module_of_tensorflow_and_what_would_run_code(project: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert load_model_folder(project / "saved").metadata.kind == "tensorflow"
-    words = [PROGRAMS / "ronde", "export", "lambda.keras", "--example-input", "x=float32:1x4", "--output", "lambda"]
+    words = [RONDE, "export", "lambda.keras", "--example-input", "x=float32:1x4", "--output", "lambda"]
     done = run_command(words, cwd=project, env=environment("tensorflow"), limit_s=LONG_S)
     assert done.returncode == 1
     assert "holds a function as code, which loading would run" in done.stderr

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ronde.cli.arguments import CommandParser, print_error, whole_number
 from ronde.errors import RondeError
 from ronde.text import format_compact_number, format_count, format_duration
+
+if TYPE_CHECKING:
+    from ronde.predict import PredictManifest, PredictOptions, PredictProgress
+    from ronde.predict.plan import OutputNames
+    from ronde.predict.worker import PredictWorker
 
 DESCRIPTION = """Predict with a model over a data set: each row once, in the order of the input.
 
@@ -67,7 +73,7 @@ def predict(arguments: Sequence[str]) -> int:
     as_json = flags.pop("json")
     given = {name: value for name, value in flags.items() if value is not None}
     try:
-        is_worker = "worker" in given
+        is_worker = "worker" in given  # a rank that this command has started
         return _predict(_make_options(given), as_json=as_json, is_worker=is_worker)
     except (ValueError, ModuleNotFoundError) as error:
         return print_error(parser.prog, error)
@@ -76,7 +82,7 @@ def predict(arguments: Sequence[str]) -> int:
         return 1
 
 
-def _make_options(given: dict[str, Any]) -> Any:
+def _make_options(given: dict[str, Any]) -> PredictOptions:
     from ronde.predict import PredictOptions
 
     if "worker" in given:
@@ -102,7 +108,7 @@ def _make_options(given: dict[str, Any]) -> Any:
     return PredictOptions(**given)
 
 
-def _predict(options: Any, *, as_json: bool, is_worker: bool) -> int:
+def _predict(options: PredictOptions, *, as_json: bool, is_worker: bool) -> int:
     from ronde.comm.launchers import detect_launcher
     from ronde.predict.plan import name_output
     from ronde.predict.worker import PredictWorker
@@ -115,28 +121,30 @@ def _predict(options: Any, *, as_json: bool, is_worker: bool) -> int:
         if options.force:
             raise ValueError("--force cannot be used by the ranks of a job; give it to `ronde predict -np N`")
         show = ProgressLine() if place.rank == 0 and not is_worker else (lambda progress: None)
-        manifest = predict_parts(options, rank=place.rank % place.size, size=place.size, on_progress=show)
+        shared = predict_parts(options, rank=place.rank % place.size, size=place.size, on_progress=show)
         if place.rank == 0 and not is_worker:
-            _print_result(options, manifest, name_output(options), time.monotonic() - started, as_json=as_json)
+            _print_result(options, shared, name_output(options), time.monotonic() - started, as_json=as_json)
         return 0
     worker = PredictWorker(options)
     if options.force:
         worker.output.clear()
         options = msgspec.structs.replace(options, force=False)
-    line = ProgressLine()
-    if options.num_ranks == 1 and not options.hosts:
-        manifest = worker.run(line)
-        exit_code = 0
-    else:
-        exit_code, manifest = _run_ranks(options, worker, line)
-    worker.output.close()
+    manifest: PredictManifest | None
+    exit_code, line = 0, ProgressLine()
+    with contextlib.closing(worker.output):
+        if options.num_ranks == 1 and not options.hosts:
+            manifest = worker.run(line)
+        else:
+            exit_code, manifest = _run_ranks(options, worker, line)
     if manifest is None:
         return exit_code or 1
     _print_result(options, manifest, worker.plan.names, time.monotonic() - started, as_json=as_json)
     return 0
 
 
-def _run_ranks(options: Any, worker: Any, line: ProgressLine) -> tuple[int, Any]:
+def _run_ranks(
+    options: PredictOptions, worker: PredictWorker, line: ProgressLine
+) -> tuple[int, PredictManifest | None]:
     """Start the ranks of an elastic job: those that die are started again, and the others go on. Each is this command
     without -np. Returns the exit code, and the manifest if all is done."""
     from ronde.cli.run import run
@@ -175,7 +183,7 @@ class ProgressLine:
         self._first: int | None = None
         self._last = -1
 
-    def __call__(self, progress: Any) -> None:
+    def __call__(self, progress: PredictProgress) -> None:
         now = time.monotonic()
         if self._first is None:
             self._first = progress.num_rows  # of an earlier run
@@ -188,7 +196,9 @@ class ProgressLine:
         print(f"{progress.num_rows}/{progress.num_all_rows} rows{speed}", file=sys.stderr, flush=True)
 
 
-def _print_result(options: Any, manifest: Any, names: Any, seconds: float, *, as_json: bool) -> None:
+def _print_result(
+    options: PredictOptions, manifest: PredictManifest, names: OutputNames, seconds: float, *, as_json: bool
+) -> None:
     num_predicted = manifest.num_rows - manifest.num_errors
     if as_json:
         facts = {

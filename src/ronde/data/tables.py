@@ -95,7 +95,7 @@ class CsvReader(FileReader):
             header = self._headers[name] = self._read_header(name)
         data = source.read(0, source.num_bytes)
         rows: list[Sample | DataError] = []
-        for row in _parse_rows(data, f"{where} behind byte {start}"):
+        for row in _parse_rows(data, where, start):
             if isinstance(row, DataError):
                 rows.append(row)
             elif len(row) != len(header):
@@ -121,18 +121,19 @@ class CsvReader(FileReader):
         return header
 
 
-def _parse_rows(data: bytes, where: str) -> Sequence[list[str] | DataError]:
-    """The rows of a block. One that cannot be parsed is an error, and the others are not affected."""
+def _parse_rows(data: bytes, where: str, start: int) -> Sequence[list[str] | DataError]:
+    """The rows of a block at this offset. One that cannot be parsed is an error, and the others are not affected."""
     try:
-        return _parse_csv(data, where)
+        return _parse_csv(data, f"{where} behind byte {start}")
     except DataError:
         pass
     found: list[list[str] | DataError] = []
     for line in _split_rows(data):
         try:
-            found += _parse_csv(line, f"{where}, row {len(found) + 1}")
+            found += _parse_csv(line, f"{where} behind byte {start}")
         except DataError as error:
             found.append(error)
+        start += len(line)
     return found
 
 

@@ -335,7 +335,7 @@ def _join_parquet(read: Callable[[], Iterator[bytes]], write: Callable[[bytes], 
             write(bytes(data))
             return len(data)
 
-    schemas = []
+    schemas: list[Any] = []
     for data in read():
         file = parquet.ParquetFile(pa.BufferReader(data))
         if file.metadata.num_rows or not schemas:

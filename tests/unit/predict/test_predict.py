@@ -127,7 +127,7 @@ def test_a_run_that_died_goes_on_with_the_parts_that_are_left(
         predict(options)
     with pytest.raises(DataError, match="unfinished predictions, and the settings changed"):
         predict(msgspec.structs.replace(options, batch_size=5))
-    steps = sys.modules["steps"]
+    steps: Any = sys.modules["steps"]
     steps.seen.clear()
     steps.limit = 1000
     predict(options)

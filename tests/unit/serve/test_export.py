@@ -107,9 +107,15 @@ def test_the_own_format_is_compared_too_and_predict_says_that_it_cannot_run_it(o
         load_model("model")
 
 
-@pytest.mark.parametrize("model", ["Frozen", "Converted"])
-def test_a_frozen_batch_axis_fails(options: ExportOptions, model: str) -> None:
-    with pytest.raises(ModelError, match=r"the batch axis of .* is frozen"):
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ("Frozen", r"the batch axis of exported_models:Frozen is frozen.*x.shape\[0\]"),
+        ("Converted", r"is frozen|differs from the original: 'output' .* at a batch of 1"),
+    ],
+)
+def test_a_frozen_batch_axis_fails(options: ExportOptions, model: str, problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
         export_model(msgspec.structs.replace(options, model=f"exported_models:{model}"))
     assert not Path("model").exists()
 
@@ -180,7 +186,8 @@ def test_weights_are_found_under_the_usual_names() -> None:
 def test_examples_have_any_number_of_samples(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(6, dtype=np.int64).reshape(3, 2))
     example = make_example([f"ids={tmp_path / 'x.npy'}", "image=float16:1x3x8x8"], 7)
-    assert (example["ids"].shape, example["image"].shape, example["image"].dtype) == ((7, 2), (7, 3, 8, 8), np.float16)
+    assert (example["ids"].shape, example["image"].shape) == ((7, 2), (7, 3, 8, 8))
+    assert example["image"].dtype == np.float16
     assert example["ids"][3].tolist() == [0, 1]
     for wrong in ("x=float32", "x=float32:1x0", "x=complex64:1x3", "x=nothing.npy"):
         with pytest.raises(ValueError, match="example input x"):

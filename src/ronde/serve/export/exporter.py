@@ -160,7 +160,7 @@ def find_framework(made: Any) -> ModelFormat:
     modules = {each.__module__.partition(".")[0] for each in type(made).__mro__}
     for framework in ("keras", "torch", "mxnet", "tensorflow"):  # a model of Keras is one of its backend's, too
         if framework in modules or (framework == "keras" and "tf_keras" in modules):
-            return framework  # type: ignore[return-value]  # one of the literals
+            return framework
     raise ValueError(
         f"the factory returned a {type(made).__name__}, which is no model of PyTorch, Keras, TensorFlow or MXNet; for "
         "JAX return a function and the tree of its parameters"

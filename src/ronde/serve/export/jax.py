@@ -22,7 +22,7 @@ class JaxModel:
     def __init__(
         self, apply: Callable[..., Any], tree: Any, options: ExportOptions, names: list[str], facts: dict[str, Any]
     ) -> None:
-        self._call = lambda *inputs: apply(tree, *inputs)
+        self._call: Callable[..., Any] = lambda *inputs: apply(tree, *inputs)
         self._outputs = options.outputs
         self._names = names
         self.made_by: dict[str, Any] = {"jax": jax.__version__, **facts}
@@ -40,14 +40,10 @@ class JaxModel:
             raise ModuleNotFoundError(
                 "converting a function of JAX to ONNX needs jax2onnx: pip install jax2onnx, or export with --to own"
             ) from error
-        inputs = [
-            jax.ShapeDtypeStruct((jax.export.symbolic_shape("batch")[0], *example[name].shape[1:]), example[name].dtype)
-            for name in self._names
-        ]
         expected = self.predict(example)
         jax2onnx.to_onnx(
             self._call,
-            inputs=inputs,
+            inputs=self._describe_inputs(example),
             input_names=self._names,
             output_names=list(expected),
             return_mode="file",
@@ -55,10 +51,12 @@ class JaxModel:
         )
 
     def write_own(self, path: Path, example: Mapping[str, Array]) -> None:
-        scope = jax.export.SymbolicScope()
-        (batch,) = jax.export.symbolic_shape("batch", scope=scope)
-        inputs = [jax.ShapeDtypeStruct((batch, *example[name].shape[1:]), example[name].dtype) for name in self._names]
-        path.write_bytes(jax.export.export(jax.jit(self._call))(*inputs).serialize())
+        path.write_bytes(jax.export.export(jax.jit(self._call))(*self._describe_inputs(example)).serialize())
+
+    def _describe_inputs(self, example: Mapping[str, Array]) -> list[Any]:
+        """Shapes and dtypes, with one symbol for the batch of all inputs."""
+        (batch,) = jax.export.symbolic_shape("batch")
+        return [jax.ShapeDtypeStruct((batch, *example[name].shape[1:]), example[name].dtype) for name in self._names]
 
     def load_own(self, path: Path) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
         program = jax.export.deserialize(bytearray(path.read_bytes()))
