@@ -56,7 +56,8 @@ def AsyncOptimizer(
     optimizer = keras.optimizers.get(optimizer)
     found = list(variables)
     rule = server_optimizer or make_server_optimizer(optimizer)
-    arrays = {f"{index} {each.path}": keras.ops.convert_to_numpy(each.value) for index, each in enumerate(found)}
+    # Paths have numbers in them that differ between ranks, if one has made more layers than another.
+    arrays = {f"{index} {each.name}": keras.ops.convert_to_numpy(each.value) for index, each in enumerate(found)}
     training = AsyncTraining(arrays, rule, mode=mode, **options)
     for variable, value in zip(found, training.values, strict=True):
         variable.assign(value)

@@ -346,11 +346,16 @@ class MpiChannel:
         return CallTiming(wait.start_ns, wait.ready_ns or end_ns, end_ns, "mpi")
 
     def _abort_after_error(self, error: BaseException) -> None:
-        """A call is left half done: nobody can use this channel any more."""
+        """A call is left half done: nobody can use this channel any more. The others get the reason that another member
+        gave to this one, if there is one: whose notice comes first does not matter then."""
+        detector = self._failure_detector
+        told = detector.find_abort_notice()
         if isinstance(error, PeerLost):
-            self._failure_detector.abort(error.peer, error.why)
+            detector.abort(error.peer, error.why)
+        elif told is not None:
+            detector.abort(told.lost_rank, told.why)
         else:
-            self._failure_detector.abort(-1, f"rank {self._failure_detector.rank} gave up: {error}")
+            detector.abort(-1, f"rank {detector.rank} gave up: {error}")
 
     def _run_collectives(self, wait: MpiWait) -> None:
         """Do the call: one collective, or for a member that has joined as many as the others want."""

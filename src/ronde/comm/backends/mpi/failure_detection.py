@@ -180,6 +180,10 @@ class FailureDetector:
             ):
                 raise self._make_error(call, notice.lost_rank, notice.why)
 
+    def find_abort_notice(self) -> PeerNotice | None:
+        """What the first member that has aborted gave as its reason."""
+        return next((notice for notice in self.final_notices.values() if notice.kind is NoticeKind.ABORTED), None)
+
     def missing(self) -> tuple[int, ...]:
         """Members that did not send that they wait in the same collective as this one."""
         return tuple(member for member in self._others if self.waiting_at.get(member, -1) < self.num_finished)
