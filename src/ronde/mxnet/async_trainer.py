@@ -35,7 +35,7 @@ class AsyncTrainer:
         for each in self._params:
             if len(each.list_data()) > 1:
                 raise ValueError(f"the parameter {each.name!r} is on several contexts; a parameter server takes one")
-        # Prefixes, as in dense3_weight, have numbers that differ between ranks, if one has made more blocks than another.
+        # Prefixes, as in dense3_weight, have numbers, which differ if one rank has made more blocks than another.
         kinds = [each.name.rpartition("_")[2] for each in self._params]
         arrays = {f"{index} {kinds[index]}": each.data().asnumpy() for index, each in enumerate(self._params)}
         self.training = AsyncTraining(arrays, optimizer, mode=mode, **options)

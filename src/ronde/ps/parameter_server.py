@@ -411,7 +411,8 @@ class ParameterServer:
             self._participant.send(sends)
         self.serve()
         if is_initialized() and current_world().joined_round.is_elastic and not current_world().is_candidate:
-            current_world().control_thread.finish()  # all have: nobody has to be started for those that were lost
+            world = current_world()  # all have left: nobody has to be started for those that were lost
+            world.control_thread.finish(Deadline(world.settings.shutdown_s))
         if self._messenger is not None:
             self._messenger.close()
         if self._rounds is not None:
