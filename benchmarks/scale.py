@@ -59,7 +59,7 @@ from ronde.comm.backends.native_links import EVENT
 from ronde.comm.call import Call, Span
 from ronde.coordinator.coordinator import CoordinatorCore, Event, MessageReceived, ProcessExited, RankConnected
 from ronde.coordinator.negotiation import Send
-from ronde.net.control import ControlServer, _KnownClient
+from ronde.net.control_connection import ControlServer, _KnownClient
 from ronde.net.handshake import ConnectionRequest
 from ronde.net.keys import JobKey, new_job_key
 from ronde.net.messages import (

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import IO
 
-from ronde.coordinator.membership import ElasticLimits
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.coordinator.server import CoordinatorServer
 from ronde.net.keys import JobKey, new_job_key
 from ronde.observe.stacks import RankStack

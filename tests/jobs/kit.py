@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 import pytest
 
-from ronde.coordinator.membership import ElasticLimits
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.coordinator.server import CoordinatorServer
 from ronde.launch.tty import set_window_size
 from ronde.settings import Settings

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ronde.coordinator.membership import ElasticLimits
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.settings import Settings
 from ronde.types import Deadline
 from tests.jobs.kit import LocalRanks, hosted_by_rank_0, start_ranks

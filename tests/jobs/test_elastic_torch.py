@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ronde.coordinator.membership import ElasticLimits
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.settings import Settings
 from ronde.training.sample_sharding import epoch_order
 from tests.jobs.kit import ROOT, run, start_ranks

@@ -44,7 +44,7 @@ from ronde.net.addresses import (
     resolve_host,
 )
 from ronde.net.connect import Connection, connect_authenticated, is_closed
-from ronde.net.control import ControlClient
+from ronde.net.control_connection import ControlClient
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey, derive_job_key, load_user_secret
 from ronde.net.listener import ConnectionRequest, Listener

@@ -22,9 +22,9 @@ from typing import NamedTuple, TypeAlias
 
 from ronde.coordinator.elastic_rounds import BEGUN_TEXT, STATE_LOST_TEXT, ElasticRounds, refusal
 from ronde.coordinator.joining import PendingRound
-from ronde.coordinator.membership import ElasticLimits, Membership, PlanAction, PlanReason, RoundPlan
 from ronde.coordinator.negotiation import Send
 from ronde.coordinator.queries import OnStacks, RankQueries, TraceCollector
+from ronde.coordinator.round_planning import ElasticLimits, Membership, PlanAction, PlanReason, RoundPlan
 from ronde.coordinator.rounds import LostPeer, MembershipEnd, Round
 from ronde.net.addresses import host_name
 from ronde.net.handshake import ConnectionRequest

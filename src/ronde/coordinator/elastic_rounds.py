@@ -2,7 +2,8 @@
 and who was lost and never comes back. Without I/O. PendingRound is the counterpart for a job whose ranks are fixed.
 
 A worker is known by its number, which no other process of the job has. It becomes a member of a round, with a rank, and
-may leave it to be in the next one. plan_round() decides what happens; this module keeps what it has to know.
+may leave it to be in the next one. plan_round() of round_planning decides what
+happens; this module keeps what it has to know.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ronde.coordinator.joining import find_difference
-from ronde.coordinator.membership import (
+from ronde.coordinator.round_planning import (
     QUIET_S,
     ElasticLimits,
     Membership,

@@ -22,14 +22,14 @@ from ronde.coordinator.coordinator import (
     RankConnected,
     RankDisconnected,
 )
-from ronde.coordinator.membership import ElasticLimits, Membership
 from ronde.coordinator.negotiation import Send
 from ronde.coordinator.queries import OnStacks
+from ronde.coordinator.round_planning import ElasticLimits, Membership
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
 from ronde.errors import ProtocolError
 from ronde.net.addresses import format_address, host_identity
 from ronde.net.connect import Connection, describe_disconnect, is_closed
-from ronde.net.control import ControlServer
+from ronde.net.control_connection import ControlServer
 from ronde.net.event_loop import LoopThread, Timer
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener

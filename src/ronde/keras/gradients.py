@@ -1,6 +1,6 @@
 """How the gradients of a Keras optimizer are averaged over ranks, on each of Keras' backends.
 
-torch        after the backward pass, in place, one operation per dtype (ronde.torch.gradients)
+torch        after the backward pass, in place, one operation per dtype (ronde.torch.keras_gradients)
 jax          one operation per dtype, also inside of jit (ronde.jax.gradients)
 tensorflow   buckets in the graph, which travel while the backward pass runs (ronde.tensorflow.gradients)
 """
@@ -83,7 +83,7 @@ class KerasGradientReduction:
         boolean of JAX: gradients are only averaged if it holds, as it must on all ranks alike.
         """
         if keras.backend.backend() == "torch":
-            from ronde.torch.gradients import call_outside_of_graphs
+            from ronde.torch.keras_gradients import call_outside_of_graphs
 
             reduced: list[Any] = call_outside_of_graphs(self._reduce_torch, gradients, variables)
             return reduced
@@ -96,7 +96,7 @@ class KerasGradientReduction:
     def all_true(self, flag: Any) -> Any:
         """Whether a boolean tensor is true on all ranks. Collective."""
         if keras.backend.backend() == "torch":
-            from ronde.torch.gradients import call_outside_of_graphs
+            from ronde.torch.keras_gradients import call_outside_of_graphs
 
             return call_outside_of_graphs(self._all_true_torch, flag)
         if not self.is_needed:
@@ -140,7 +140,7 @@ class KerasGradientReduction:
     # --- the backends ----------------------------------------------------------------------------------------------
 
     def _reduce_torch(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        from ronde.torch.gradients import reduce_gradients
+        from ronde.torch.keras_gradients import reduce_gradients
         from ronde.torch.tensors import ReduceOptions
 
         if not self.is_needed:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from ronde.coordinator.membership import ElasticLimits
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.launch.job import Job, SshOptions, load_settings, make_elastic_limits, working_directory
 from ronde.launch.placement import Host, format_host, parse_hosts, place_ranks, read_hostfile
 from ronde.settings import ASSIGNED_BY_LAUNCHER, describe_settings, parse_setting

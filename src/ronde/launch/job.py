@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ronde.coordinator.membership import ElasticLimits
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.errors import StartFailed
 from ronde.launch.placement import Host, Placement, place_ranks
 from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings

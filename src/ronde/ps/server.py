@@ -31,6 +31,7 @@ from ronde.ps.commit_log import (
 )
 from ronde.ps.compression import decode_values, encode_values
 from ronde.ps.embedding_tables import EmbeddingTable, TablePart, pack_arrays, unpack_arrays
+from ronde.ps.log_replication import LogReplica
 from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, TensorSpec, change_servers
 from ronde.ps.protocol import (
     Append,
@@ -57,7 +58,6 @@ from ronde.ps.protocol import (
     SuspectServer,
 )
 from ronde.ps.replica import PartOptimizer, Replica, clip, compensate_delay
-from ronde.ps.sequencer import LogReplica
 from ronde.ps.staleness import Mode, StalenessSettings
 from ronde.ps.table_replica import TableReplica
 

@@ -204,7 +204,7 @@ def _convert_layers(module: nn.Module, group: Group | None, done: dict[nn.Module
 
 def combine_moments(count: Any, mean: Any, variance: Any, group: Group | None) -> Any:
     """Mean and variance of all members, of each member's number of values, mean and variance; collective."""
-    from ronde.torch.gradients import call_outside_of_graphs  # imports torch._dynamo, which takes two seconds
+    from ronde.torch.keras_gradients import call_outside_of_graphs  # imports torch._dynamo, which takes two seconds
 
     return call_outside_of_graphs(_CombineMoments.apply, count, mean, variance, resolve_group(group))
 

@@ -26,8 +26,8 @@ from ronde.comm.buffers import Array
 from ronde.comm.collectives import mark_step
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized
-from ronde.torch.adapter import TorchAdapter, TorchBackwardPass, disable_dynamo, find_frame
 from ronde.torch.broadcast_state import broadcast_parameters
+from ronde.torch.gradient_buckets import TorchAdapter, TorchBackwardPass, disable_dynamo, find_frame
 from ronde.torch.tensors import tensor_view
 from ronde.training.compression import CastCodec, Codec, find_codec
 from ronde.training.gradient_settings import GradientSettings

@@ -13,7 +13,7 @@ import ronde
 from ronde.comm.world import current_world
 from ronde.errors import StartFailed
 from ronde.net.connect import connect_authenticated
-from ronde.net.control import ControlClient
+from ronde.net.control_connection import ControlClient
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest
 from ronde.net.messages import VERSION, AnnounceOperations, JoinRound, LeaveReason, LeaveRound, OperationRequest

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ronde
-from ronde.torch import DistributedOptimizer, adapter
+from ronde.torch import DistributedOptimizer, gradient_buckets
 from tests.jobs.torch_checks.checks import (
     assert_same_on_all_ranks,
     batch,
@@ -76,7 +76,7 @@ def sparse_gradients_are_means_of_the_passes_of_each_rank() -> None:
 def a_gradient_may_be_sparse_on_one_rank_and_dense_on_another() -> None:
     for elsewhere in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adapter, "is_on_device", lambda parameter: elsewhere)  # noqa: B023  # the host plays it
+            patch.setattr(gradient_buckets, "is_on_device", lambda parameter: elsewhere)  # noqa: B023  # the host plays it
             weight = nn.Parameter(torch.zeros(4, 2))
             optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
             loss: Any = weight.sum()
@@ -144,7 +144,7 @@ def gradients_may_be_set_by_hand() -> None:
 def a_gradient_on_top_of_one_that_was_combined_is_told_for_any_parameter() -> None:
     for elsewhere, size, sparse in [(False, 2, False), (False, 200, False), (True, 200, False), (False, 200, True)]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adapter, "is_on_device", lambda parameter: elsewhere)  # noqa: B023  # the host plays it
+            patch.setattr(gradient_buckets, "is_on_device", lambda parameter: elsewhere)  # noqa: B023  # the host plays it
             table = nn.Embedding(200, size, sparse=sparse)  # small, and large enough for a hook of its own
             optimizer = distributed(table, op="sum")
             for _ in range(2):

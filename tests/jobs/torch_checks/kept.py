@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ronde
 from ronde.comm.buffers import Array
-from ronde.torch import DistributedOptimizer, adapter
+from ronde.torch import DistributedOptimizer, gradient_buckets
 from ronde.training.adapter import ParameterInfo
 from ronde.training.bucket_assignment import GradientBucket
 from ronde.training.compression import WireArray
@@ -375,7 +375,7 @@ def a_rank_that_joins_keeps_its_gradients() -> None:
 @on("2 ranks", "2 hosts")
 def without_counts_of_references_gradients_are_never_memory_of_a_bucket() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter, "can_count_references", lambda: False)
+        patch.setattr(gradient_buckets, "can_count_references", lambda: False)
         for settings in ({}, {"bucket_mb": 0.005, "overlap": True}, {"codec": Halves()}):
             both, keeper = Twins(**settings), Keeper()
             for step in range(4):

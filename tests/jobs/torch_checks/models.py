@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ronde
-from ronde.torch import DistributedOptimizer, adapter
+from ronde.torch import DistributedOptimizer, gradient_buckets
 from tests.jobs.torch_checks.checks import (
     Twins,
     assert_close,
@@ -268,7 +268,7 @@ def a_backward_pass_may_run_in_another_thread() -> None:
 @on("2 ranks")
 def gradients_on_another_device_travel_through_the_host() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter, "is_on_device", lambda parameter: True)  # the host plays the other device
+        patch.setattr(gradient_buckets, "is_on_device", lambda parameter: True)  # the host plays the other device
         both = Twins(bucket_mb=0.01)
         both.train(2, net=both.model if ronde.rank() == 0 else both.model[:5])
         both.close()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ronde
 from ronde.comm.backends import native_library
-from ronde.torch import adapter
+from ronde.torch import gradient_buckets
 from ronde.training import reducer
 from tests.jobs.torch_checks.checks import assert_same_on_all_ranks, distributed, on
 
@@ -272,7 +272,7 @@ def short_ways(*, extension: bool, asks_for_flags: bool, num_copied: int) -> Ite
             patch.setattr(reducer, "make_ready_counter", lambda **_: None)
         if not asks_for_flags:
             patch.setattr(reducer, "MAX_ASKING_PREDIVIDE", 0.0)
-        patch.setattr(adapter, "NUM_COPIED_TOGETHER", num_copied)
+        patch.setattr(gradient_buckets, "NUM_COPIED_TOGETHER", num_copied)
         yield
 
 

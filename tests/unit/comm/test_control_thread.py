@@ -15,7 +15,7 @@ from ronde.comm.backends.native_library import NativeStatus
 from ronde.comm.channel import Channel
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.net import messages
-from ronde.net.control import ControlClient
+from ronde.net.control_connection import ControlClient
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey
 from ronde.net.listener import MAX_PENDING_HANDSHAKES, Listener

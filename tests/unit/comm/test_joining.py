@@ -26,7 +26,7 @@ from ronde.comm.joining import (
 )
 from ronde.comm.launchers import LauncherEnvironment
 from ronde.comm.world import World
-from ronde.coordinator.membership import ElasticLimits
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import JobFinished, LeftBehind, PeerLost, StartFailed
 from ronde.net.addresses import candidate_addresses

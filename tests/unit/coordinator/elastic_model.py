@@ -26,8 +26,8 @@ from ronde.coordinator.coordinator import (
     RankDisconnected,
 )
 from ronde.coordinator.elastic_rounds import ElasticRounds
-from ronde.coordinator.membership import ElasticLimits
 from ronde.coordinator.negotiation import Send
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.coordinator.rounds import MembershipEnd
 from ronde.net.handshake import ConnectionRequest
 from ronde.net.messages import (

@@ -12,8 +12,8 @@ from ronde.coordinator.coordinator import (
     RankConnected,
     RankDisconnected,
 )
-from ronde.coordinator.membership import ElasticLimits, Membership
 from ronde.coordinator.negotiation import Send
+from ronde.coordinator.round_planning import ElasticLimits, Membership
 from ronde.coordinator.rounds import MembershipEnd
 from ronde.net.handshake import ConnectionRequest
 from ronde.net.messages import (

@@ -13,8 +13,8 @@ from ronde.coordinator.coordinator import (
     RankConnected,
     RankDisconnected,
 )
-from ronde.coordinator.membership import JOIN_SETTLE_S, PlanAction, PlanReason
 from ronde.coordinator.negotiation import Send
+from ronde.coordinator.round_planning import JOIN_SETTLE_S, PlanAction, PlanReason
 from ronde.coordinator.rounds import MembershipEnd
 from ronde.net.handshake import ConnectionRequest
 from ronde.net.messages import (

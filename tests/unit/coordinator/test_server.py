@@ -17,13 +17,13 @@ from typing import TypeVar
 import pytest
 
 from ronde.comm.joining import find_coordinator
-from ronde.coordinator.membership import ElasticLimits, Membership, PlanAction
+from ronde.coordinator.round_planning import ElasticLimits, Membership, PlanAction
 from ronde.coordinator.rounds import Round
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
 from ronde.net.addresses import host_identity
 from ronde.net.connect import connect_authenticated, send_and_hang_up
-from ronde.net.control import make_frame
+from ronde.net.control_connection import make_frame
 from ronde.net.handshake import ConnectionRequest
 from ronde.net.keys import JobKey, new_job_key
 from ronde.net.messages import (

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ronde.coordinator.membership import ElasticLimits
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.errors import StartFailed
 from ronde.launch.config import LaunchConfig, launch_options, make_launch_config, read_config, read_section
 from ronde.launch.job import SshOptions

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from ronde.coordinator.membership import ElasticLimits
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.launch.environment import (
     MAX_TF_CONFIG_RANKS,
     count_ports,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ronde.net.connect import HEARTBEAT_S
-from ronde.net.control import FLUSH_S, ControlClient, ControlServer
+from ronde.net.control_connection import FLUSH_S, ControlClient, ControlServer
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey
 from ronde.net.messages import CoordinatorMessage, WorkerMessage

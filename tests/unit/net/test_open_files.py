@@ -17,7 +17,7 @@ import zmq
 
 from ronde.errors import StartFailed
 from ronde.net.connect import connect_authenticated
-from ronde.net.control import ControlServer
+from ronde.net.control_connection import ControlServer
 from ronde.net.event_loop import EventLoop
 from ronde.net.handshake import ConnectionRequest
 from ronde.net.keys import JobKey

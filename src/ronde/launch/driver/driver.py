@@ -21,8 +21,8 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from ronde.coordinator.membership import ElasticLimits, Membership
 from ronde.coordinator.queries import OnStacks
+from ronde.coordinator.round_planning import ElasticLimits, Membership
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
 from ronde.launch.driver.agents import AgentGroup, StartCancelled

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ronde.coordinator.membership import Membership, PlanAction, PlanReason, RoundPlan
+from ronde.coordinator.round_planning import Membership, PlanAction, PlanReason, RoundPlan
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
 from ronde.errors import StartFailed
 from ronde.launch.driver.failure_report import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ronde.coordinator.membership import ElasticLimits
+from ronde.coordinator.round_planning import ElasticLimits
 from ronde.errors import StartFailed
 from ronde.launch.driver.agents import DRIVER_INDEX, LOCALHOST_NAMES, AgentGroup, LocalMachine, StartCancelled
 from ronde.launch.job import Job, SshOptions

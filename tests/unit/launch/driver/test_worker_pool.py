@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ronde.coordinator.membership import ElasticLimits, Membership, PlanAction, PlanReason, RoundPlan
+from ronde.coordinator.round_planning import ElasticLimits, Membership, PlanAction, PlanReason, RoundPlan
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
 from ronde.errors import StartFailed
 from ronde.launch.driver.failure_report import JobResult

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ronde.coordinator.membership import (
+from ronde.coordinator.round_planning import (
     JOIN_SETTLE_S,
     QUIET_S,
     ElasticLimits,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ronde.torch.adapter import TorchBackwardPass, can_count_references, disable_dynamo
+from ronde.torch.gradient_buckets import TorchBackwardPass, can_count_references, disable_dynamo
 
 
 def test_a_callback_runs_when_all_gradients_are_there_and_may_ask_for_another() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from zmq.utils.monitor import recv_monitor_message
 
 from ronde.errors import ProtocolError, StartFailed
-from ronde.net import control
-from ronde.net.control import make_frame
+from ronde.net import control_connection
+from ronde.net.control_connection import make_frame
 from ronde.net.keys import JobKey
 from ronde.net.messages import (
     VERSION,
@@ -140,7 +140,7 @@ def test_many_messages_and_a_large_one_arrive_all_and_in_order(server: PolledSer
 
 def test_the_largest_message_arrives_and_a_larger_one_is_refused(key: JobKey, monkeypatch: pytest.MonkeyPatch) -> None:
     """What encryption adds does not count. One that is made regardless ends the connection of its sender."""
-    monkeypatch.setattr(control, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(control_connection, "MAX_MESSAGE_BYTES", 1000)
     monkeypatch.setattr("ronde.net.messages.MAX_MESSAGE_BYTES", 1000)
     server = PolledServer(LOCAL, key)
     client = PolledClient(f"{LOCAL}:{server.port}", key)
@@ -239,7 +239,7 @@ def test_messages_that_nobody_takes_wait_in_the_queue(server: PolledServer, hone
 
 def test_a_long_queue_leaves_other_callbacks_their_turn(server: PolledServer, honest: PolledClient) -> None:
     honest.stop_receiving()
-    num = 3 * control.MAX_MESSAGES_PER_TURN
+    num = 3 * control_connection.MAX_MESSAGES_PER_TURN
     for number in range(num):
         server.send("worker0-0", RankHeartbeatReply(number, 0))
     server.close(flush_s=PATIENCE_S)  # all are on their way
@@ -254,7 +254,7 @@ def test_a_long_queue_leaves_other_callbacks_their_turn(server: PolledServer, ho
     look()
     run_for(honest.loop, PATIENCE_S, lambda: len(found) == num)
     assert len(found) == num
-    assert max(after - before for before, after in itertools.pairwise(seen)) <= control.MAX_MESSAGES_PER_TURN
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= control_connection.MAX_MESSAGES_PER_TURN
 
 
 # --- a connection that breaks ----------------------------------------------------------------------------------------
