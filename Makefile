@@ -23,7 +23,7 @@ CTEST := ctest --output-on-failure --no-tests=error
 
 heading = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help train build test check fix bench docs size wheel sanitize clean test-native test-python test-quick test-all test-loaded soak host-tools
+.PHONY: help train build test check fix bench docs size wheel sanitize clean test-native test-python test-quick test-all test-loaded soak host-tools host-browser
 .NOTPARALLEL:
 
 help:  ## say what the verbs do
@@ -37,7 +37,7 @@ build: $(ENVIRONMENTS) $(LIBRARY)  ## make the environments (.venv, and one for 
 # The Python tests are last: they end with a table of what could not be tested here.
 test: build check test-native sanitize test-python  ## everything CI runs, about 35 minutes on two quiet cores
 
-test-all: .venv-tensorflow-2.20/.ready test  ## `make test`, and what does not fit into CI: an older TensorFlow
+test-all: host-browser .venv-tensorflow-2.20/.ready test  ## `make test`, and what does not fit into CI: an older TensorFlow, a browser
 
 test-native: build  ## the C++ tests
 	$(call heading,C++ tests)
@@ -55,6 +55,15 @@ host-tools:
 	    { apt-get update && apt-get install --yes --no-install-recommends openssh-server openssh-client iproute2 \
 	      slurm-wlm munge; } > /dev/null 2>&1 || echo "that failed: tests that need what is missing are skipped"; \
 	  else echo "no sshd, ip, slurmd or munged here: tests that need what is missing are skipped"; fi; fi
+
+# The report is looked at in a browser, if there is one.
+host-browser:
+	@if ! { command -v chromium || command -v google-chrome; } > /dev/null; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing chromium for the tests of pages"; \
+	    { apt-get update && apt-get install --yes --no-install-recommends chromium; } > /dev/null 2>&1 \
+	      || echo "that failed: the tests in a browser are skipped"; \
+	  else echo "no chromium here: the tests in a browser are skipped"; fi; fi
 
 # The soaks have dozens of processes: they run alone. 5 says that ARGS selects none of a kind.
 test-python: build host-tools  ## the Python tests; ARGS goes to pytest

@@ -1,4 +1,4 @@
-"""The messages between workers and the coordinator (over net/control), and the reply to a rank that connects.
+"""The messages of workers and the coordinator (over net/control_connection), and the reply to a rank that connects.
 
 Decoding is strict: data that is truncated, too long, of another version or of the wrong shape raises ProtocolError and
 nothing else.
