@@ -35,7 +35,7 @@ train: .venv/.ready $(LIBRARY)  ## the main job: train AlexNet on handwritten di
 build: $(ENVIRONMENTS) $(LIBRARY)  ## make the environments (.venv, and one for each MPI, TensorFlow and MXNet) and the library
 
 # The Python tests are last: they end with a table of what could not be tested here.
-test: build check test-native sanitize test-python  ## everything CI runs, about 35 minutes on two quiet cores
+test: build check test-native sanitize test-python  ## everything CI runs, about 45 minutes on two quiet cores
 
 test-all: host-browser .venv-tensorflow-2.20/.ready test  ## `make test`, and what does not fit into CI: an older TensorFlow, a browser
 

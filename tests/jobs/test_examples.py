@@ -102,8 +102,8 @@ def test_asynchronous_training_learns_as_synchronous_training_does_and_does_not_
     found = re.findall(r"(\w+): *([\d.]+)% after (\d+) updates in ([\d.]+) s.*by rank (\d+) (\d+) (\d+)", printed)
     results = {mode: [float(each) for each in numbers] for mode, *numbers in found}
     assert [*results] == ["sync", "bounded", "async", "gossip"], printed
-    for mode, (accuracy, *_) in results.items():  # the fast ranks that gossip end long before the slow one
-        assert accuracy > (85 if mode == "gossip" else 93)
+    for mode, (accuracy, *_) in results.items():
+        assert accuracy > (90 if mode == "gossip" else 93), printed
         assert mode == "gossip" or abs(accuracy - results["sync"][0]) < 3
     assert results["async"][1] == sum(results["async"][3:])  # every push was an update
     page = (tmp_path / "report.html").read_text()

@@ -47,6 +47,8 @@ TOKEN_BYTES = 32
 MAX_HEADER_BYTES = 64 * 1024
 MIN_BODY_BYTES_PER_S = 1_000_000
 """A body gets so much more time, by its length, than body_timeout_s."""
+MAX_DISCARDED_BYTES, DISCARD_S = 64_000_000, 2.0
+"""So much of a request that is refused is read, and for so long."""
 WRITE_STALL_S = 30.0
 """A client that reads nothing of its reply for so long is cut off."""
 BACKLOG = 2048
@@ -182,6 +184,8 @@ class GuardedApp:
             await self._app(scope, receive, send_reply)
         except RequestError as error:
             if not has_begun:
+                if error.close and error.status != 408 and header(scope, b"expect") is None:
+                    await _discard_body(receive)
                 await send_json(send, error.status, {"error": str(error)}, error.headers)
         except ConnectionError:  # the client has left
             pass
@@ -258,6 +262,22 @@ def _cancelled_after(timeout_s: float) -> Iterator[Callable[[], bool]]:
         yield lambda: has_expired
     finally:
         timer.cancel()
+
+
+async def _discard_body(receive: Receive) -> None:
+    """Read what a client that is refused still sends, up to a limit: it reads the reply only when it has sent all, and
+    would find the connection broken."""
+    num_bytes = 0
+    with _cancelled_after(DISCARD_S) as has_expired:
+        try:
+            while num_bytes < MAX_DISCARDED_BYTES:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+        except asyncio.CancelledError:
+            if not has_expired():
+                raise
 
 
 class RequestBody:
