@@ -326,8 +326,7 @@ class ParameterServer:
         self._check_worker()
         self.finish_step()
         with self._changed:
-            sends = self._worker.begin_read()
-        self._participant.send(sends)
+            self._participant.send(self._worker.begin_read())
         self._read_until(self._has_read, "a read of the parameters")
         return self.version
 
@@ -339,8 +338,7 @@ class ParameterServer:
         self._check_worker()
         self.finish_step()
         with self._changed:
-            sends = self._worker.begin_read(with_states=True)
-        self._participant.send(sends)
+            self._participant.send(self._worker.begin_read(with_states=True))
         self._wait_until(self._has_read, "a read of the parameters and their states")
         with self._changed:
             read = self._worker.read
@@ -367,8 +365,7 @@ class ParameterServer:
         self.finish_step()
         path = str(Path(directory).absolute())
         with self._changed:
-            sends = self._worker.begin_read(with_states=True, save_to=path)
-        self._participant.send(sends)
+            self._participant.send(self._worker.begin_read(with_states=True, save_to=path))
         self._wait_until(self._has_read, "saving of the parameters")
         with self._changed:
             read = self._worker.read
@@ -407,8 +404,7 @@ class ParameterServer:
         if self.is_worker and not self._worker.has_left:
             self.finish_step()
             with self._changed:
-                sends = self._worker.leave()
-            self._participant.send(sends)
+                self._participant.send(self._worker.leave())
         self.serve()
         if is_initialized() and current_world().joined_round.is_elastic and not current_world().is_candidate:
             world = current_world()  # all have left: nobody has to be started for those that were lost
@@ -663,10 +659,9 @@ class ParameterServer:
         self._step += 1
         self._push_under_way = _PushUnderWay(self._setup.parts)
         leases, self._open_leases = self._open_leases, []
-        with self._changed:
-            sends = self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs)
         self._is_step_under_way = read
-        self._participant.send(sends)
+        with self._changed:
+            self._participant.send(self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs))
 
     def _stage_parts(self, indices: Iterable[int], *, copy: bool = True) -> None:
         """Send parts whose gradients are all there."""
@@ -689,8 +684,7 @@ class ParameterServer:
         if rows is not None:
             payload = pack_arrays([rows, payload.reshape(len(rows), -1)])
         with self._changed:
-            sends = self._worker.stage(step, index, payload)
-        self._participant.send(sends)
+            self._participant.send(self._worker.stage(step, index, payload))
 
     def _check_rows(self, table: str, rows: Array) -> Array:
         if table not in self.tables:
@@ -748,7 +742,7 @@ class ParameterServer:
     def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
         with self._changed:
             request, sends = self._worker.take_lease(epoch, num_samples, count)
-        self._participant.send(sends)
+            self._participant.send(sends)
         leases, rejections = self._worker.leases, self._worker.rejections
         self._wait_until(lambda: request in leases or request in rejections, f"samples of epoch {epoch}")
         if request in rejections:

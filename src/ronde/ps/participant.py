@@ -87,7 +87,8 @@ class Participant:
         self.server = server
         self.worker = WorkerCore(number, len(setup.parts), configuration, len(setup.table_parts))
         self.changed = threading.Condition()
-        """Guards the WorkerCore, and tells that it has changed."""
+        """Guards the WorkerCore, and tells that it has changed. Held until what the WorkerCore returns is sent: servers
+        get it in the order in which it was made."""
         self.awaited: list[Callable[[], bool]] = []
         """What threads of the program wait for: they are not woken for anything else."""
         self.error: RondeError | None = None
@@ -219,9 +220,8 @@ class Participant:
         is_for_workers = isinstance(message, FOR_WORKERS)
         if is_for_workers or isinstance(message, NewConfiguration):
             with self.changed:
-                sends = self.worker.handle(source, message, payload)
+                self.send(self.worker.handle(source, message, payload))
                 self._notify()
-            self.send(sends)
         if self.server is None or is_for_workers:
             return
         if isinstance(message, ServerState):
@@ -243,9 +243,8 @@ class Participant:
     def _tell_worker(self, configuration: Configuration) -> None:
         with self.changed:
             message = NewConfiguration(configuration.epoch, configuration)
-            sends = self.worker.handle(self.number, message, None)
+            self.send(self.worker.handle(self.number, message, None))
             self._notify()
-        self.send(sends)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         assert self.server is not None

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
+
+from ronde.comm.backends.native_library import allocate_memory
+from ronde.comm.buffers import as_array
 
 Array: TypeAlias = NDArray[Any]
 
@@ -26,6 +29,8 @@ PARTS_PER_SERVER = 16
 """At least so many, if they are not smaller than USUAL_PART_BYTES: a server passes one on while the next arrives, and
 servers can be loaded evenly."""
 NO_BACKUP = -1
+MIN_REUSED_BYTES = 64 * 1024
+"""Arrays of so many bytes get memory that is used again and again: new pages cost more than writing to them."""
 
 
 class TensorSpec(NamedTuple):
@@ -50,6 +55,14 @@ class TensorSlice(NamedTuple):
     tensor: int
     start: int
     stop: int
+
+
+def new_array(size: int, dtype: DTypeLike) -> Array:
+    """An array of one dimension for a part, with any elements."""
+    num_bytes = size * np.dtype(dtype).itemsize
+    if num_bytes < MIN_REUSED_BYTES:
+        return np.empty(size, dtype)
+    return as_array(allocate_memory(num_bytes)).view(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +98,8 @@ class Part:
         if not copy and len(self.slices) == 1:
             piece = self.slices[0]
             return flat_tensors[piece.tensor][piece.start : piece.stop]
-        return np.concatenate([flat_tensors[piece.tensor][piece.start : piece.stop] for piece in self.slices])
+        pieces = [flat_tensors[piece.tensor][piece.start : piece.stop] for piece in self.slices]
+        return np.concatenate(pieces, out=new_array(self.size, self.dtype))
 
     def scatter(self, values: Array, flat_tensors: Sequence[Array]) -> None:
         """Write the elements of the part back to where they belong."""

@@ -66,7 +66,7 @@ class Ping(ServerMessage, frozen=True):
 
 
 class PartStaged(ServerMessage, frozen=True):
-    """All replicas of the part hold these gradients. From the last of them."""
+    """All replicas of the part hold these gradients. From the last of them; not from the only server."""
 
     step: int
     part: int
