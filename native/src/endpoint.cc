@@ -23,7 +23,8 @@ namespace {
 constexpr int64_t kHandlersNs = 50'000'000;  // how often a caller lets Python run its signal handlers
 constexpr int64_t kLongSleepNs = 3600'000'000'000;
 constexpr int kTickMs = 1;              // how often the thread looks whether callers still move the bytes
-constexpr uint32_t kThreadSpins = 200;  // of the thread, before it sleeps
+constexpr uint32_t kThreadSpins = 200;  // of a caller in the background, and of the thread if there are sockets
+constexpr uint32_t kMemorySpins = 20;   // of the thread without sockets: a caller that waits has spun before
 // A spinning caller asks the kernel once in so many spins: for bytes, when a link is a socket; or else for its end.
 constexpr uint32_t kSocketInterval = 2;
 constexpr uint32_t kWakeupInterval = 500;
@@ -560,10 +561,11 @@ void Endpoint::thread_loop() {
       spins = 0;
       continue;
     }
-    bool moved = progress(true);
+    bool has_sockets = num_sockets_ > 0;
+    bool moved = progress(has_sockets || spins == 0);  // the kernel also has the bytes that have woken this side
     int64_t next_deadline_ns = expire_deadlines(now_ns());
     if (moved) spins = 0;
-    if (moved || spins++ < kThreadSpins || !prepare_sleep()) {
+    if (moved || spins++ < (has_sockets ? kThreadSpins : kMemorySpins) || !prepare_sleep()) {
       lock.unlock();
       moved ? void(sched_yield()) : pause(policy_, spins);
       lock.lock();

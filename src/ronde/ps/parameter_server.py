@@ -486,7 +486,8 @@ class ParameterServer:
         first = (optimizer, version, self.tables)
         agreed, version, tables = objects.broadcast(first, root=ranks[0], group=self._group)
         num_servers = servers if isinstance(servers, int) else len(servers)
-        parts = cut_into_parts(choices.tensors, num_servers, keep_whole=agreed.needs_whole_tensors)
+        keep_whole, in_host = agreed.needs_whole_tensors, self._is_in_host()
+        parts = cut_into_parts(choices.tensors, num_servers, keep_whole=keep_whole, in_host=in_host)
         return ServerSetup(
             parts or (Part((), "float32", 0),),  # with nothing but tables, a read still has its version
             tuple(sorted(workers)),
@@ -502,6 +503,13 @@ class ParameterServer:
             choices.delay_compensation,
             choices.compression,
         )
+
+    def _is_in_host(self) -> bool:
+        """Whether all ranks are on one host. Server processes are expected there, too."""
+        if not is_initialized():
+            return False
+        hosts = current_world().topology.host_indices
+        return len({hosts[rank] for rank in self._group.ranks}) == 1
 
     def _meet_in_group(
         self,

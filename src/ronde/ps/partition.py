@@ -26,8 +26,9 @@ MIN_PART_BYTES = 64 * 1024
 USUAL_PART_BYTES = 512 * 1024
 """Below it one part per server is enough: a message costs about as much as copying so many bytes."""
 PARTS_PER_SERVER = 16
-"""At least so many, if they are not smaller than USUAL_PART_BYTES: a server passes one on while the next arrives, and
-servers can be loaded evenly."""
+"""Between hosts at least so many, if they are not smaller than USUAL_PART_BYTES: a server passes one on while the next
+arrives, and servers can be loaded evenly. Inside a host, where bytes do not travel, at least PARTS_IN_HOST."""
+PARTS_IN_HOST = 4
 NO_BACKUP = -1
 MIN_REUSED_BYTES = 64 * 1024
 """Arrays of so many bytes get memory that is used again and again: new pages cost more than writing to them."""
@@ -107,20 +108,27 @@ class Part:
             flat_tensors[piece.tensor][piece.start : piece.stop] = values[start:stop]
 
 
-def choose_part_bytes(total_bytes: int, num_servers: int, max_bytes: int = MAX_PART_BYTES) -> int:
-    """How large a part may be."""
+def choose_part_bytes(
+    total_bytes: int, num_servers: int, max_bytes: int = MAX_PART_BYTES, *, in_host: bool = False
+) -> int:
+    """How large a part may be. `in_host` says that all members are on one host."""
     share = -(-total_bytes // num_servers)
-    usual = max(MIN_PART_BYTES, min(USUAL_PART_BYTES, share))
-    return min(max_bytes, max(usual, -(-share // PARTS_PER_SERVER)))
+    usual = max(MIN_PART_BYTES, min(MAX_PART_BYTES if in_host else USUAL_PART_BYTES, share))
+    return min(max_bytes, max(usual, -(-share // (PARTS_IN_HOST if in_host else PARTS_PER_SERVER))))
 
 
 def cut_into_parts(
-    tensors: Sequence[TensorSpec], num_servers: int, *, max_bytes: int = MAX_PART_BYTES, keep_whole: bool = False
+    tensors: Sequence[TensorSpec],
+    num_servers: int,
+    *,
+    max_bytes: int = MAX_PART_BYTES,
+    keep_whole: bool = False,
+    in_host: bool = False,
 ) -> tuple[Part, ...]:
     """Cut tensors into parts, in their order. Every element is in exactly one part, and no part has more than
     max_bytes, unless tensors are to be kept whole, as optimizers need it that look at norms of tensors."""
     total_bytes = sum(tensor.size * np.dtype(tensor.dtype).itemsize for tensor in tensors)
-    limit_bytes = choose_part_bytes(total_bytes, num_servers, max_bytes)
+    limit_bytes = choose_part_bytes(total_bytes, num_servers, max_bytes, in_host=in_host)
     parts: list[Part] = []
     slices: list[TensorSlice] = []
     room = 0
