@@ -24,17 +24,16 @@ from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized, resolve_group
 from ronde.errors import Mismatch, OperationTimeout
 from ronde.ps.checkpoints import SavedFile, write_manifest
-from ronde.ps.compression import check_codec, decode_values, encode_values
-from ronde.ps.embedding_tables import EmbeddingTable, cut_tables, pack_arrays
-from ronde.ps.leases import Lease
+from ronde.ps.commit_log.leases import Lease
+from ronde.ps.commit_log.staleness import StalenessSettings, parse_mode
 from ronde.ps.optimizers import GradientNoise, Optimizer
 from ronde.ps.participant import MailboxMessenger, Participant
 from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
+from ronde.ps.payloads import check_codec, decode_values, encode_values, pack_arrays
 from ronde.ps.protocol import OutgoingMessage, PartCopy, encode
 from ronde.ps.server import ServerCore, ServerSetup
 from ronde.ps.server_rounds import ServerRounds, describe_member, server_rounds_of_job
-from ronde.ps.staleness import StalenessSettings, parse_mode
-from ronde.ps.table_client import (
+from ronde.ps.tables.client import (
     TableClient,
     check_rows,
     check_table_states,
@@ -42,6 +41,7 @@ from ronde.ps.table_client import (
     join_rows,
     make_first_rows,
 )
+from ronde.ps.tables.embedding_table import EmbeddingTable, cut_tables
 from ronde.text import format_rank_answers
 from ronde.types import Deadline
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from ronde.ps.commit_log import (
+from ronde.ps.commit_log.log_state import (
     NO_WORKER,
     DropStaged,
     Effect,
@@ -29,10 +29,10 @@ from ronde.ps.commit_log import (
     Update,
     WorkerAdded,
 )
-from ronde.ps.compression import decode_values, encode_values
-from ronde.ps.embedding_tables import EmbeddingTable, TablePart, pack_arrays, unpack_arrays
-from ronde.ps.log_replication import LogReplica
+from ronde.ps.commit_log.replication import LogReplica
+from ronde.ps.commit_log.staleness import Mode, StalenessSettings
 from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, TensorSpec, change_servers
+from ronde.ps.payloads import decode_values, encode_values, pack_arrays, unpack_arrays
 from ronde.ps.protocol import (
     Append,
     Appended,
@@ -58,8 +58,8 @@ from ronde.ps.protocol import (
     SuspectServer,
 )
 from ronde.ps.replica import PartOptimizer, Replica, clip, compensate_delay
-from ronde.ps.staleness import Mode, StalenessSettings
-from ronde.ps.table_replica import TableReplica
+from ronde.ps.tables.embedding_table import EmbeddingTable, TablePart
+from ronde.ps.tables.replica import TableReplica
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ServerSetup:
     delay_compensation: float = 0.0
     """If not 0, gradients are corrected for what other workers have changed since the worker's read."""
     compression: str = "none"
-    """What gradients and values travel as (ronde.ps.compression)."""
+    """What gradients and values travel as (ronde.ps.payloads)."""
 
     @property
     def all_parts(self) -> tuple[Part | TablePart, ...]:

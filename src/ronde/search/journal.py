@@ -7,10 +7,8 @@ because it holds an exclusive flock on the journal, which the kernel releases wh
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +16,11 @@ from typing import Any
 
 from optuna.storages.journal import JournalFileBackend
 
+from ronde.data.files import wait_for_lock
 from ronde.errors import RondeError
-from ronde.types import Deadline
 
 LOCK_WAIT_S = 10.0
 """How long a driver that is just ending may hold the journal."""
-LOCK_POLL_S = 0.05
 OPTUNA_LOCK_SUFFIX = ".lock"
 
 
@@ -72,7 +69,8 @@ def open_journal(path: Path) -> StudyJournal:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        _lock(fd, path)
+        if not wait_for_lock(fd, LOCK_WAIT_S):
+            raise RondeError(f"another search is running in {path.parent}; wait for its end, or choose another folder")
         size = repair_end(path)
         os.truncate(fd, size)
         for stale in path.parent.glob(f"{path.name}{OPTUNA_LOCK_SUFFIX}*"):
@@ -104,16 +102,3 @@ def _is_record(line: bytes) -> bool:
         return line.endswith(b"\n") and isinstance(json.loads(line), dict)
     except ValueError:
         return False
-
-
-def _lock(fd: int, path: Path) -> None:
-    deadline = Deadline(LOCK_WAIT_S)
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if deadline.expired:
-                raise RondeError(
-                    f"another search is running in {path.parent}; wait for its end, or choose another folder"
-                ) from None
-            time.sleep(LOCK_POLL_S)

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from ronde.ps.leases import Lease, LeaseTable
-from ronde.ps.staleness import Clocks, Mode, StalenessSettings
+from ronde.ps.commit_log.leases import Lease, LeaseTable
+from ronde.ps.commit_log.staleness import Clocks, Mode, StalenessSettings
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
