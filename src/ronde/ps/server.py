@@ -59,7 +59,7 @@ from ronde.ps.protocol import (
 )
 from ronde.ps.replica import PartOptimizer, Replica, clip, compensate_delay
 from ronde.ps.tables.embedding_table import EmbeddingTable, TablePart
-from ronde.ps.tables.replica import TableReplica
+from ronde.ps.tables.server import TableReplica
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from ronde.ps.protocol import (
 )
 from ronde.ps.server import PartReplica, Propose, SendState, ServerCore, ServerSetup
 from ronde.ps.tables.embedding_table import EmbeddingTable, TablePart, UniformRows
-from ronde.ps.tables.replica import TableReplica, make_header
+from ronde.ps.tables.server import TableReplica, make_header
 from ronde.ps.worker import WorkerCore
 
 
