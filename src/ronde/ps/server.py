@@ -87,6 +87,8 @@ class ServerSetup:
     """If not 0, gradients are corrected for what other workers have changed since the worker's read."""
     compression: str = "none"
     """What gradients and values travel as (ronde.ps.payloads)."""
+    workers_may_join: bool = False
+    """Whether others can come when all workers are lost, so that training is not over then."""
 
     @property
     def all_parts(self) -> tuple[Part | TablePart, ...]:
@@ -243,7 +245,13 @@ class ServerCore:
         """Why nothing can go on: parts are lost."""
         self._setup = setup
         clips = bool(setup.clip_norm) and setup.staleness.mode is Mode.SYNC
-        self.state = LogState(setup.staleness, setup.workers, clips=clips, version=setup.version)
+        self.state = LogState(
+            setup.staleness,
+            setup.workers,
+            clips=clips,
+            version=setup.version,
+            workers_may_join=setup.workers_may_join,
+        )
         self.has_state = not is_added
         """Whether it knows what the log says: not before it has got it, if it was added."""
         members = () if is_added else sorted({*setup.workers, *configuration.servers})
