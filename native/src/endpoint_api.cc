@@ -3,8 +3,8 @@
 #include <unordered_map>
 
 #include "base/fork.h"
-#include "base/guarded.h"
-#include "base/waiting.h"
+#include "base/exception_boundary.h"
+#include "base/forbid_waiting.h"
 #include "endpoint.h"
 
 #define RD_API extern "C" __attribute__((visibility("default")))

@@ -22,19 +22,18 @@ import numpy as np
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized, resolve_group
-from ronde.errors import Mismatch, OperationTimeout
+from ronde.errors import Mismatch, OperationTimeout, RondeError
 from ronde.ps.checkpoints import SavedFile, write_manifest
-from ronde.ps.compression import check_codec, decode_values, encode_values
-from ronde.ps.embedding_tables import EmbeddingTable, cut_tables, pack_arrays
-from ronde.ps.leases import Lease
+from ronde.ps.commit_log.leases import Lease
+from ronde.ps.commit_log.staleness import StalenessSettings, parse_mode
 from ronde.ps.optimizers import GradientNoise, Optimizer
 from ronde.ps.participant import MailboxMessenger, Participant
 from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
+from ronde.ps.payloads import check_codec, decode_values, encode_values, pack_arrays
 from ronde.ps.protocol import OutgoingMessage, PartCopy, encode
 from ronde.ps.server import ServerCore, ServerSetup
 from ronde.ps.server_rounds import ServerRounds, describe_member, server_rounds_of_job
-from ronde.ps.staleness import StalenessSettings, parse_mode
-from ronde.ps.table_client import (
+from ronde.ps.tables.client import (
     TableClient,
     check_rows,
     check_table_states,
@@ -42,6 +41,7 @@ from ronde.ps.table_client import (
     join_rows,
     make_first_rows,
 )
+from ronde.ps.tables.embedding_table import EmbeddingTable, cut_tables
 from ronde.text import format_rank_answers
 from ronde.types import Deadline
 
@@ -169,7 +169,10 @@ class ParameterServer:
         if self._rounds is None:
             self._participant = self._meet_in_group(choices, optimizer, servers, workers, version)
         elif current_world().is_candidate:
-            self._participant = self._join_late(self._rounds, choices)
+            own = (self._rounds.number,)
+            self._participant = self._join_late(
+                self._rounds, choices, lambda: self._agree(choices, optimizer, version, servers=own, workers=own)
+            )
         else:
             self._participant = self._meet_servers(self._rounds, choices, optimizer, version)
         setup = self._setup = self._participant.setup
@@ -196,6 +199,9 @@ class ParameterServer:
         )
         self._is_step_under_way = False
         """Whether a step was started whose read has not been taken."""
+        self._is_pushing = False
+        """Whether a call of this object is in the middle of a push."""
+        self._is_closed = False
         self._first_states, self._first_rows = {}, {}
         if self.is_worker and not self._worker.is_finished:
             self.pull()
@@ -380,7 +386,7 @@ class ParameterServer:
         Each sample is used exactly once: a push acknowledges all samples that were yielded before it, and what a lost
         worker has not acknowledged is given to others. Epochs are counted up by one.
         """
-        if self._worker.is_finished:
+        if self._worker.is_finished and not self._is_closed:
             return
         self._check_worker()
         if batch_size < 1 or num_samples < 0:
@@ -409,6 +415,7 @@ class ParameterServer:
         if is_initialized() and current_world().joined_round.is_elastic and not current_world().is_candidate:
             world = current_world()  # all have left: nobody has to be started for those that were lost
             world.control_thread.finish(Deadline(world.settings.shutdown_s))
+        self._is_closed = True
         if self._messenger is not None:
             self._messenger.close()
         if self._rounds is not None:
@@ -502,6 +509,7 @@ class ParameterServer:
             cut_tables(tables, agreed, num_servers),
             choices.delay_compensation,
             choices.compression,
+            self._rounds is not None,
         )
 
     def _is_in_host(self) -> bool:
@@ -544,26 +552,37 @@ class ParameterServer:
         return participant
 
     def _meet_servers(self, rounds: ServerRounds, choices: _Choices, optimizer: Optimizer, version: int) -> Participant:
-        """Make a parameter server together with the other workers, in the rounds of servers. The first rank does it."""
-        numbers = tuple(objects.allgather(rounds.number, group=self._group))
+        """Make a parameter server together with the other workers, in the rounds of servers. The first rank does it.
+
+        If all that were in the first round of an elastic job are lost, others may train: those that came later. Then
+        there is a parameter server already, and these workers join it as all do that come later."""
+        made = objects.allgather((rounds.number, self._instance), group=self._group)
+        numbers = tuple(number for number, _ in made)
+        self._instance = max(instance for _, instance in made)  # a process that is new has made none yet
+        rounds.use_instance(self._instance)
         setup = self._agree(choices, optimizer, version, servers=rounds.num_servers or numbers, workers=numbers)
         rounds.start()
+        deadline = Deadline(self._group.operation_timeout_s)
         configuration: Configuration | None = None
-        if self.rank == self._group.ranks[0]:
+        if self.rank == self._group.ranks[0] and not rounds.is_made(self._instance, {*numbers}, deadline):
             configuration = rounds.create(
                 self._instance,
                 setup,
                 lambda servers: make_configuration(setup.all_parts, servers or numbers, replicate=choices.replicate),
                 lambda configuration: self._first_values(setup, configuration),
-                Deadline(self._group.operation_timeout_s),
+                deadline,
             )
         configuration = objects.broadcast(configuration, root=self._group.ranks[0], group=self._group)
+        if configuration is None:
+            return self._join_late(rounds, choices, lambda: setup)
         return rounds.add(self._instance, setup, configuration)
 
-    def _join_late(self, rounds: ServerRounds, choices: _Choices) -> Participant:
+    def _join_late(self, rounds: ServerRounds, choices: _Choices, make_setup: Callable[[], ServerSetup]) -> Participant:
         """Take part in a parameter server that the others made before this process came."""
         deadline = Deadline(self._group.operation_timeout_s)
         participant = rounds.join(self._instance, deadline)
+        if participant is None:  # this process has come too late
+            return rounds.make_finished(self._instance, make_setup())
         setup = participant.setup
         theirs = _Choices(
             setup.tensors,
@@ -610,11 +629,21 @@ class ParameterServer:
 
     def _load_state(self, state: Mapping[str, Any]) -> dict[str, Array]:
         """Write the parameters of a state to this rank's, and return its states of the optimizer."""
+        missing = [key for key in ("version", "parameters", "optimizer") if key not in state]
+        if missing:
+            raise ValueError(
+                f"state must be what state_dict() or ronde.ps.load_checkpoint() has returned; it has no {missing[0]!r}"
+            )
         given = state["parameters"]
         if given.keys() != self.parameters.keys():
             differ = sorted(given.keys() ^ self.parameters.keys())
             raise ValueError(f"state must have the names of the parameters; these differ: {', '.join(differ)}")
         for name, array in self.parameters.items():
+            if np.shape(given[name]) != array.shape:
+                raise ValueError(
+                    f"state must have the shapes of the parameters; {name} has {array.shape}, and there it has "
+                    f"{np.shape(given[name])}"
+                )
             array[...] = given[name]
         self._first_rows = check_table_states(self.tables, state.get("tables", {}))
         return dict(state["optimizer"])
@@ -647,6 +676,20 @@ class ParameterServer:
         """Send what is not staged yet, and commit it. Gradients that are not copied must not be changed until the read
         has come: then nobody here needs them any more."""
         self._check_worker()
+        if self._is_pushing:
+            raise RondeError(
+                "this process is in the middle of another step or push: only one thread may use a parameter server at "
+                "a time, and no signal handler inside of its calls"
+            )
+        self._is_pushing = True
+        try:
+            self._push_alone(gradients, lrs, read=read, copy=copy)
+        finally:
+            self._is_pushing = False
+
+    def _push_alone(
+        self, gradients: Mapping[str, Array] | Sequence[Array] | None, lrs: Sequence[float], *, read: bool, copy: bool
+    ) -> None:
         under_way = self._push_under_way
         if gradients is not None:
             if under_way.gradients:

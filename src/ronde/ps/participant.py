@@ -28,7 +28,7 @@ from ronde.comm.group import Group
 from ronde.comm.mailbox import MailboxMessage
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.ps.checkpoints import write_part
-from ronde.ps.commit_log import LogState
+from ronde.ps.commit_log.log_state import LogState
 from ronde.ps.partition import Array, Configuration
 from ronde.ps.protocol import (
     FOR_WORKERS,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from ronde.errors import ProtocolError
-from ronde.ps.commit_log import Entry, LogRecord
-from ronde.ps.leases import Lease
+from ronde.ps.commit_log.leases import Lease
+from ronde.ps.commit_log.log_state import Entry, LogRecord
 from ronde.ps.partition import Array, Configuration
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from ronde.ps.commit_log import (
+from ronde.ps.commit_log.log_state import (
     NO_WORKER,
     DropStaged,
     Effect,
@@ -29,9 +29,8 @@ from ronde.ps.commit_log import (
     Update,
     WorkerAdded,
 )
-from ronde.ps.compression import decode_values, encode_values
-from ronde.ps.embedding_tables import EmbeddingTable, TablePart, pack_arrays, unpack_arrays
-from ronde.ps.log_replication import LogReplica
+from ronde.ps.commit_log.replication import LogReplica
+from ronde.ps.commit_log.staleness import Mode, StalenessSettings
 from ronde.ps.partition import (
     NO_BACKUP,
     Array,
@@ -42,6 +41,7 @@ from ronde.ps.partition import (
     change_servers,
     new_array,
 )
+from ronde.ps.payloads import decode_values, encode_values, pack_arrays, unpack_arrays
 from ronde.ps.protocol import (
     Append,
     Appended,
@@ -67,8 +67,8 @@ from ronde.ps.protocol import (
     SuspectServer,
 )
 from ronde.ps.replica import PartOptimizer, Replica, clip, compensate_delay
-from ronde.ps.staleness import Mode, StalenessSettings
-from ronde.ps.table_replica import TableReplica
+from ronde.ps.tables.embedding_table import EmbeddingTable, TablePart
+from ronde.ps.tables.server import TableReplica
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,9 @@ class ServerSetup:
     delay_compensation: float = 0.0
     """If not 0, gradients are corrected for what other workers have changed since the worker's read."""
     compression: str = "none"
-    """What gradients and values travel as (ronde.ps.compression)."""
+    """What gradients and values travel as (ronde.ps.payloads)."""
+    workers_may_join: bool = False
+    """Whether others can come when all workers are lost, so that training is not over then."""
 
     @property
     def all_parts(self) -> tuple[Part | TablePart, ...]:
@@ -252,7 +254,13 @@ class ServerCore:
         """Why nothing can go on: parts are lost."""
         self._setup = setup
         clips = bool(setup.clip_norm) and setup.staleness.mode is Mode.SYNC
-        self.state = LogState(setup.staleness, setup.workers, clips=clips, version=setup.version)
+        self.state = LogState(
+            setup.staleness,
+            setup.workers,
+            clips=clips,
+            version=setup.version,
+            workers_may_join=setup.workers_may_join,
+        )
         self.has_state = not is_added
         """Whether it knows what the log says: not before it has got it, if it was added."""
         members = () if is_added else sorted({*setup.workers, *configuration.servers})

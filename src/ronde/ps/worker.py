@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ronde.errors import ProtocolError
-from ronde.ps.commit_log import AddWorker, BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
-from ronde.ps.leases import Lease
+from ronde.ps.commit_log.leases import Lease
+from ronde.ps.commit_log.log_state import AddWorker, BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
 from ronde.ps.partition import Array, Configuration
 from ronde.ps.protocol import (
     Committed,

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ronde.ps.commit_log import LogState
-from ronde.ps.embedding_tables import EmbeddingTable, TablePart, UniformRows, pack_arrays
+from ronde.ps.commit_log.log_state import LogState
+from ronde.ps.commit_log.staleness import Mode, StalenessSettings
 from ronde.ps.partition import Array, Configuration, Part, PartsLost, TensorSlice, change_servers, make_configuration
+from ronde.ps.payloads import pack_arrays
 from ronde.ps.protocol import (
     FOR_WORKERS,
     NewConfiguration,
@@ -27,8 +28,8 @@ from ronde.ps.protocol import (
     encode,
 )
 from ronde.ps.server import PartReplica, Propose, SendState, ServerCore, ServerSetup
-from ronde.ps.staleness import Mode, StalenessSettings
-from ronde.ps.table_replica import TableReplica, make_header
+from ronde.ps.tables.embedding_table import EmbeddingTable, TablePart, UniformRows
+from ronde.ps.tables.server import TableReplica, make_header
 from ronde.ps.worker import WorkerCore
 
 

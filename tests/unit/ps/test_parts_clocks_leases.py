@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ronde.errors import Mismatch
-from ronde.ps.leases import LeaseTable
+from ronde.ps.commit_log.leases import LeaseTable
+from ronde.ps.commit_log.staleness import Clocks, Mode, StalenessSettings
 from ronde.ps.partition import (
     MAX_PART_BYTES,
     NO_BACKUP,
@@ -20,7 +21,6 @@ from ronde.ps.partition import (
     cut_into_parts,
     make_configuration,
 )
-from ronde.ps.staleness import Clocks, Mode, StalenessSettings
 
 TENSORS = st.lists(
     st.builds(

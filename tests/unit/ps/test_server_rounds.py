@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ronde.ps.commit_log.staleness import StalenessSettings
 from ronde.ps.partition import NO_BACKUP, Configuration, Part, TensorSlice
 from ronde.ps.server import ServerSetup
 from ronde.ps.server_rounds import Greeting, InstanceStart, InstanceView, describe_member, plan_start
-from ronde.ps.staleness import StalenessSettings
 from ronde.settings import FIRST_SERVER
 from tests.unit.ps.simulation import CountingOptimizer
 
