@@ -30,7 +30,7 @@ from ronde.ps.optimizers import GradientNoise, Optimizer
 from ronde.ps.participant import MailboxMessenger, Participant
 from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
 from ronde.ps.payloads import check_codec, decode_values, encode_values, pack_arrays
-from ronde.ps.protocol import OutgoingMessage, PartCopy, encode
+from ronde.ps.protocol import OutgoingMessage, PartCopy, make_batches
 from ronde.ps.server import ServerCore, ServerSetup
 from ronde.ps.server_rounds import ServerRounds, describe_member, server_rounds_of_job
 from ronde.ps.tables.client import (
@@ -197,6 +197,8 @@ class ParameterServer:
         self._table_client = TableClient(
             setup, self._worker, self._changed, send=self._participant.send, wait_until=self._wait_until
         )
+        self._kept: Sequence[OutgoingMessage] = ()
+        """The last part that was staged, if it is not sent yet."""
         self._is_step_under_way = False
         """Whether a step was started whose read has not been taken."""
         self._is_pushing = False
@@ -246,6 +248,7 @@ class ParameterServer:
             raise ValueError(f"the gradient of {name} was staged already; call step() first")
         self._push_under_way.gradients[index] = self._check_gradient(name, gradient)
         self._stage_parts(self._push_under_way.find_complete(index))
+        self._send_behind(())
 
     def rows(self, table: str, rows: Array) -> Array:
         """The values of rows of a table, given by their numbers, in an array with one more dimension. They are of the
@@ -540,8 +543,9 @@ class ParameterServer:
         participant = Participant(self.rank, setup, configuration, server)
         self._messenger = MailboxMessenger(participant, self._group)
         if self.rank == ranks[0]:
-            for to, message, payload in self._first_values(setup, configuration):
-                self._messenger.post(to, encode(message), payload)
+            for each in self._first_values(setup, configuration):
+                for batch in make_batches((each,)):
+                    self._messenger.post(*batch)
         deadline = Deadline(self._group.operation_timeout_s)
         while server is not None and not server.is_ready:  # made so by the thread of the mailbox
             participant.check()
@@ -705,14 +709,22 @@ class ParameterServer:
         for name, pushes in under_way.rows.items():
             for index, rows, values in self._table_client.cut_push(name, pushes):
                 self._stage_piece(index, values, rows)
-        self.finish_step()  # the one before; these gradients are on their way meanwhile
+        if self._is_step_under_way:
+            self._send_behind(())
+            self.finish_step()  # the one before; these gradients are on their way meanwhile
         norm = math.sqrt(sum(under_way.squares[index] for index in sorted(under_way.squares)))
         self._step += 1
         self._push_under_way = _PushUnderWay(self._setup.parts)
         leases, self._open_leases = self._open_leases, []
         self._is_step_under_way = read
         with self._changed:
-            self._participant.send(self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs))
+            self._send_behind(self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs))
+
+    def _send_behind(self, messages: Iterable[OutgoingMessage], *, keep: Sequence[OutgoingMessage] = ()) -> None:
+        """Send messages behind those that were kept, and keep others: the last part of a push travels together with
+        the entry that commits it."""
+        kept, self._kept = self._kept, keep
+        self._participant.send([*kept, *messages])
 
     def _stage_parts(self, indices: Iterable[int], *, copy: bool = True) -> None:
         """Send parts whose gradients are all there."""
@@ -735,7 +747,7 @@ class ParameterServer:
         if rows is not None:
             payload = pack_arrays([rows, payload.reshape(len(rows), -1)])
         with self._changed:
-            self._participant.send(self._worker.stage(step, index, payload))
+            self._send_behind((), keep=self._worker.stage(step, index, payload))
 
     def _check_rows(self, table: str, rows: Array) -> Array:
         if table not in self.tables:
@@ -754,6 +766,8 @@ class ParameterServer:
 
     def _check_gradient(self, name: str, gradient: Array) -> Array:
         parameter, array = self.parameters[name], np.asarray(gradient)
+        if array.shape == parameter.shape and array.dtype == parameter.dtype:
+            return array.reshape(-1)
         if array.shape != parameter.shape:
             raise ValueError(f"the gradient of {name} must have the shape {parameter.shape}, got {array.shape}")
         return array.astype(parameter.dtype, copy=False).reshape(-1)

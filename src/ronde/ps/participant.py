@@ -37,10 +37,11 @@ from ronde.ps.protocol import (
     ServerMessage,
     ServersFailed,
     ServerState,
-    decode,
     encode,
+    make_batches,
+    split_batch,
 )
-from ronde.ps.server import Action, Propose, SavePart, SendState, ServerCore, ServerSetup
+from ronde.ps.server import Action, Propose, SendState, ServerCore, ServerSetup
 from ronde.ps.worker import WorkerCore
 
 WAKE_UP = b""
@@ -136,12 +137,15 @@ class Participant:
         """Send without waiting. What is lost with a member is sent again to another one, when the servers have
         changed."""
         wakes = False
-        for to, message, payload in messages:
-            if to == self.number:
-                self._to_self.append((message, payload))
+        to_others: list[OutgoingMessage] = []
+        for each in messages:
+            if each.to == self.number:
+                self._to_self.append((each.message, each.payload))
                 wakes = True
             else:
-                self._post(to, encode(message), payload)
+                to_others.append(each)
+        for batch in make_batches(to_others):
+            self._post(*batch)
         if wakes and threading.get_ident() != self._handling_thread:
             self._post(self.number, WAKE_UP, None)
 
@@ -155,9 +159,14 @@ class Participant:
     # --- in the thread that handles messages -----------------------------------------------------------------------
 
     def handle(self, source: int, header: bytes, payload: Array | None) -> None:
-        """A member has sent a message."""
+        """A member has sent messages."""
         self._has_messenger.wait()
-        self._run(lambda: self._handle(source, decode(header), payload) if header != WAKE_UP else None)
+
+        def handle() -> None:
+            for each in split_batch(header, payload) if header != WAKE_UP else ():
+                self._handle(source, *each)
+
+        self._run(handle)
 
     def member_lost(self, number: int, why: str) -> None:
         """A member is gone. Called after its last message."""
@@ -248,19 +257,24 @@ class Participant:
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         assert self.server is not None
+        messages: list[OutgoingMessage] = []
         for action in actions:
+            if isinstance(action, OutgoingMessage):
+                messages.append(action)
+                continue
+            self.send(messages)  # ahead of what comes next
+            messages = []
             if isinstance(action, Propose):
                 self._decide(action.configuration)
             elif isinstance(action, SendState):
                 message = ServerState(self.server.configuration.epoch)
                 self.send((OutgoingMessage(action.to, message, self.messenger.pack(action.state)),))
-            elif isinstance(action, SavePart):
+            else:
                 saved = write_part(action.directory, action.message.version, action.message.part, action.state)
                 told = np.frombuffer(msgspec.json.encode(saved), np.uint8)
                 self.send((OutgoingMessage(action.to, action.message, told),))
-            else:
-                self.send((action,))
-        if self.server.is_ready:
+        self.send(messages)
+        if not self.is_served.is_set() and self.server.is_ready:
             self.is_served.set()
         if self.server.failure and not self.worker.failure:
             with self.changed:

@@ -8,7 +8,8 @@ server, a backup on another one. A Configuration says which; it changes when a s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -73,23 +74,21 @@ class Part:
     slices: tuple[TensorSlice, ...]
     dtype: str
     group: int
+    bounds: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Where its slices begin in the part, and where the last one ends."""
+
+    def __post_init__(self) -> None:
+        sizes = [piece.stop - piece.start for piece in self.slices]
+        object.__setattr__(self, "bounds", tuple(accumulate(sizes, initial=0)))
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return sum(piece.stop - piece.start for piece in self.slices)
+        return self.bounds[-1]
 
     @property
     def num_bytes(self) -> int:
         return self.size * np.dtype(self.dtype).itemsize
-
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        """Where its slices begin in the part, and where the last one ends."""
-        ends = [0]
-        for piece in self.slices:
-            ends.append(ends[-1] + piece.stop - piece.start)
-        return tuple(ends)
 
     def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array], *, copy: bool = True) -> Array:
         """The elements of the part, in new memory. Without `copy` it may be that of a tensor, if they are there one
@@ -104,7 +103,8 @@ class Part:
 
     def scatter(self, values: Array, flat_tensors: Sequence[Array]) -> None:
         """Write the elements of the part back to where they belong."""
-        for piece, start, stop in zip(self.slices, self.bounds, self.bounds[1:], strict=False):
+        bounds = self.bounds
+        for piece, start, stop in zip(self.slices, bounds, bounds[1:], strict=False):
             flat_tensors[piece.tensor][piece.start : piece.stop] = values[start:stop]
 
 
