@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from serving import make_model
 
-NUM_COLUMNS = 784
+NUM_COLUMNS = 32
 
 
 def write_rows(path: Path, num_rows: int) -> None:
@@ -83,13 +83,13 @@ def check_rows(path: Path, num_rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Batch prediction on one and on two ranks, and under kills.")
     parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--hidden", type=int, default=1024, help="units of each of the two hidden layers")
+    parser.add_argument("--hidden", type=int, default=2048, help="units of each of the two hidden layers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kill-every", type=float, default=3.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder / "mlp.onnx", options.hidden)
+        make_model(folder / "mlp.onnx", options.hidden, NUM_COLUMNS)
         write_rows(folder / "rows.csv", options.rows)
         seconds: dict[int, list[float]] = {1: [], 2: []}
         for _ in range(options.rounds):

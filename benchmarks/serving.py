@@ -47,9 +47,9 @@ START_S = 60.0
 TOKEN = "a-token-for-the-benchmark-only"
 
 
-def make_model(path: Path, hidden: int) -> None:
+def make_model(path: Path, hidden: int, num_inputs: int = 784) -> None:
     rng = np.random.default_rng(0)
-    sizes = (784, hidden, hidden, 10)
+    sizes = (num_inputs, hidden, hidden, 10)
     nodes, weights, last = [], [], "x"
     for index, (rows, columns) in enumerate(itertools.pairwise(sizes)):
         values = (rng.standard_normal((rows, columns)) / np.sqrt(rows)).astype(np.float32)
@@ -60,7 +60,7 @@ def make_model(path: Path, hidden: int) -> None:
         if not is_last:
             nodes.append(helper.make_node("Relu", [product], [f"h{index}"]))
             last = f"h{index}"
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 784])]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", num_inputs])]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 10])]
     graph = helper.make_graph(nodes, "mlp", inputs, outputs, weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(path))

@@ -125,10 +125,7 @@ class Participant:
     def check(self) -> None:
         """Raise what has ended training."""
         if self.worker.failure:
-            raise RondeError(
-                f"the parameter server cannot go on: {self.worker.failure}; start again from a checkpoint, or with "
-                "more servers and replicate=True"
-            )
+            raise RondeError(f"the parameter server cannot go on: {self.worker.failure}")
         error = self.error or self.messenger.closed_error
         if error is not None:
             raise error
@@ -200,13 +197,14 @@ class Participant:
 
         self._run(begin)
 
-    def fail(self, error: RondeError, *, tell: bool = False) -> None:
-        """This process cannot take part any more: its program learns why, and with `tell` the others, too."""
+    def fail(self, error: RondeError, *, reason: str = "") -> None:
+        """This process cannot take part any more: its program learns why, and if there is a `reason`, so do the
+        others."""
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
-        if tell:
-            failed = ServersFailed(self.worker.configuration.epoch, str(error))
+        if reason:
+            failed = ServersFailed(self.worker.configuration.epoch, reason)
             self.send(OutgoingMessage(to, failed) for to in self.messenger.members if to != self.number)
 
     def _run(self, function: Callable[[], None]) -> None:
@@ -217,10 +215,10 @@ class Participant:
                 while self._to_self:
                     self._handle(self.number, *self._to_self.popleft())
             except BaseException as error:
-                reason = f"the server of {self.messenger.describe(self.number)} has failed: {error!r}"
-                self.fail(
-                    RondeError(f"the parameter server cannot go on: {reason}"), tell=not isinstance(error, RoundEnded)
-                )
+                who = self.messenger.describe(self.number)
+                reason = f"the server of {who} has failed: {error!r}; the output of {who} says where"
+                own = RondeError(f"the parameter server cannot go on: {reason}")
+                self.fail(own, reason="" if isinstance(error, RoundEnded) else reason)
                 raise
             finally:
                 self._handling_thread = 0

@@ -152,6 +152,8 @@ class SavePart(NamedTuple):
     state: Array
 
 
+LOST_PARTS_ADVICE = "start again from a checkpoint, or with more servers and replicate=True"
+
 Action: TypeAlias = OutgoingMessage | Propose | SendState | SavePart
 
 
@@ -360,7 +362,7 @@ class ServerCore:
             return []
         if not self.has_state:
             if configuration.sequencer == self.rank:
-                return self._fail("all servers that knew the state of training are gone")
+                return self._fail(f"all servers that knew the state of training are gone; {LOST_PARTS_ADVICE}")
             # What came early stays, until the state is there
             return [*self.log.adopt(configuration, now_s, has_state=False)]
         actions = self._request_copies()
@@ -389,7 +391,8 @@ class ServerCore:
             if replica.is_loaded:
                 continue
             if configuration.primaries[index] == self.rank:
-                return self._fail(f"part {index} was lost with its primary before it was copied to rank {self.rank}")
+                lost = f"part {index} was lost with its primary before it was copied to rank {self.rank}"
+                return self._fail(f"{lost}; {LOST_PARTS_ADVICE}")
             request = RequestCopy(configuration.epoch, index, self.state.position)
             actions.append(OutgoingMessage(configuration.primaries[index], request))
         return actions
@@ -604,7 +607,7 @@ class ServerCore:
             if without <= self._lost:
                 ranks = " and ".join(str(rank) for rank in sorted(without))
                 reason = f"{len(error.parts)} parts of the parameters were only on rank {ranks}, which is gone"
-                return self._fail(reason)
+                return self._fail(f"{reason}; {LOST_PARTS_ADVICE}")
         # Who only does not answer cannot be spared: it is waited for.
         self._suspected &= self._lost
         return self._propose()

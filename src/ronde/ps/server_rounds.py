@@ -42,7 +42,7 @@ from ronde.net.messages import LeaveReason
 from ronde.ps.participant import Participant
 from ronde.ps.partition import Array, Configuration, PartsLost, change_servers, make_configuration
 from ronde.ps.protocol import OutgoingMessage, make_batches
-from ronde.ps.server import ServerCore, ServerSetup
+from ronde.ps.server import LOST_PARTS_ADVICE, ServerCore, ServerSetup
 from ronde.settings import FIRST_SERVER, Settings
 from ronde.types import Deadline
 
@@ -611,7 +611,8 @@ def plan_start(instance: int, setup: ServerSetup, greetings: list[Greeting]) -> 
         configuration = change_servers(newest, setup.all_parts, lost=lost, added=serving, replicate=setup.replicate)
     except PartsLost as error:
         names = ", ".join(describe_member(number) for number in error.servers)
-        return InstanceStart(sent, None, f"{len(error.parts)} parts of the parameters were only on {names}: gone")
+        reason = f"{len(error.parts)} parts of the parameters were only on {names}, gone; {LOST_PARTS_ADVICE}"
+        return InstanceStart(sent, None, reason)
     return InstanceStart(sent, configuration)
 
 
