@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint64_t kLine = 64;
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kMinHugeBytes = 1 << 20;  // from here on, pages of 2 MB are asked for, as NumPy does
+constexpr uint64_t kMinHugeBytes = 1 << 20;    // from here on, pages of 2 MB are asked for, as NumPy does
 constexpr uint64_t kMinKeptBytes = 64 * 1024;  // what is smaller costs little to allocate
 constexpr uint64_t kMaxKeptBytes = 256 << 20;  // of all blocks together
 
