@@ -6,7 +6,8 @@ besides its objective.
 The objective trains a small network of PyTorch for a fixed number of steps; every process has one thread. One process
 runs it in a plain loop, without a search; ronde.search runs it on two workers. Two processes that run half of the loop
 each, and know nothing of each other, show what the machine allows. Time counts from the start of the first trial to the
-end of the last: nobody waits for an interpreter there. Rounds take turns; the best of each counts, and all are printed.
+end of the last: interpreters are started, and PyTorch has trained a few steps, before. Rounds take turns; the best of
+each counts, and all are printed.
 
 The overhead is measured with an objective that does nothing, on one worker: the time from the end of one trial to the
 start of the next. With two ranks, trials join a round and leave it, and the whole time of a trial counts.
@@ -51,10 +52,15 @@ def train(params: dict[str, Any], steps: int) -> float:
     return float(loss.detach())
 
 
-def train_in_loop(steps: int, part: int, num_parts: int) -> None:
-    """Train with every n-th point in a plain loop: print when it is ready, wait for a line, print the seconds."""
+def warm_up() -> None:
+    """PyTorch loads a part of itself in the first step, which takes a second."""
     torch.set_num_threads(1)
     train(POINTS[0], 10)
+
+
+def train_in_loop(steps: int, part: int, num_parts: int) -> None:
+    """Train with every n-th point in a plain loop: print when it is ready, wait for a line, print the seconds."""
+    warm_up()
     print("ready", flush=True)
     sys.stdin.readline()
     began = time.monotonic()
@@ -84,7 +90,7 @@ def search(
     """Start and end of every trial, in the order of the starts."""
     with tempfile.TemporaryDirectory() as folder:
 
-        def objective(trial: ronde.search.Trial) -> float:
+        def objective(trial: ronde.search.Trial, _: object) -> float:
             began = time.monotonic()
             value = body(trial)
             if ranks == 1 or trial.slot == 0:
@@ -95,7 +101,13 @@ def search(
         if not isinstance(points, int):
             fixed = {"trials": len(points), "points": points}
         ronde.search.run(
-            objective, SPACE, ranks_per_trial=ranks, parallel=parallel, env={"OMP_NUM_THREADS": "1"}, **fixed
+            objective,
+            SPACE,
+            ranks_per_trial=ranks,
+            parallel=parallel,
+            setup=warm_up,
+            env={"OMP_NUM_THREADS": "1"},
+            **fixed,
         )
         return sorted(json.loads(path.read_text()) for path in Path(folder).iterdir())
 

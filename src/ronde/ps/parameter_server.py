@@ -31,7 +31,7 @@ from ronde.ps.optimizers import GradientNoise, Optimizer
 from ronde.ps.participant import MailboxMessenger, Participant
 from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
 from ronde.ps.payloads import check_codec, decode_values, encode_values, pack_arrays
-from ronde.ps.protocol import OutgoingMessage, PartCopy, encode
+from ronde.ps.protocol import OutgoingMessage, PartCopy, make_batches
 from ronde.ps.server import ServerCore, ServerSetup
 from ronde.ps.server_rounds import ServerRounds, describe_member, server_rounds_of_job
 from ronde.ps.tables.client import (
@@ -200,6 +200,8 @@ class ParameterServer:
         self._table_client = TableClient(
             setup, self._worker, self._changed, send=self._participant.send, wait_until=self._wait_until
         )
+        self._kept: Sequence[OutgoingMessage] = ()
+        """The last part that was staged, if it is not sent yet."""
         self._is_step_under_way = False
         """Whether a step was started whose read has not been taken."""
         self._is_pushing = False
@@ -249,6 +251,7 @@ class ParameterServer:
             raise ValueError(f"the gradient of {name} was staged already; call step() first")
         self._push_under_way.gradients[index] = self._check_gradient(name, gradient)
         self._stage_parts(self._push_under_way.find_complete(index))
+        self._send_behind(())
 
     def rows(self, table: str, rows: Array) -> Array:
         """The values of rows of a table, given by their numbers, in an array with one more dimension. They are of the
@@ -335,8 +338,7 @@ class ParameterServer:
         self._check_worker()
         self.finish_step()
         with self._changed:
-            sends = self._worker.begin_read()
-        self._participant.send(sends)
+            self._participant.send(self._worker.begin_read())
         self._read_until(self._has_read, "a read of the parameters")
         return self.version
 
@@ -348,8 +350,7 @@ class ParameterServer:
         self._check_worker()
         self.finish_step()
         with self._changed:
-            sends = self._worker.begin_read(with_states=True)
-        self._participant.send(sends)
+            self._participant.send(self._worker.begin_read(with_states=True))
         self._wait_until(self._has_read, "a read of the parameters and their states")
         with self._changed:
             read = self._worker.read
@@ -376,8 +377,7 @@ class ParameterServer:
         self.finish_step()
         path = str(Path(directory).absolute())
         with self._changed:
-            sends = self._worker.begin_read(with_states=True, save_to=path)
-        self._participant.send(sends)
+            self._participant.send(self._worker.begin_read(with_states=True, save_to=path))
         self._wait_until(self._has_read, "saving of the parameters")
         with self._changed:
             read = self._worker.read
@@ -423,8 +423,7 @@ class ParameterServer:
                     len(self._open_leases),
                 )
             with self._changed:
-                sends = self._worker.leave()
-            self._participant.send(sends)
+                self._participant.send(self._worker.leave())
         self.serve()
         if is_initialized() and current_world().joined_round.is_elastic and not current_world().is_candidate:
             world = current_world()  # all have left: nobody has to be started for those that were lost
@@ -507,7 +506,8 @@ class ParameterServer:
         first = (optimizer, version, self.tables)
         agreed, version, tables = objects.broadcast(first, root=ranks[0], group=self._group)
         num_servers = servers if isinstance(servers, int) else len(servers)
-        parts = cut_into_parts(choices.tensors, num_servers, keep_whole=agreed.needs_whole_tensors)
+        keep_whole, in_host = agreed.needs_whole_tensors, self._is_in_host()
+        parts = cut_into_parts(choices.tensors, num_servers, keep_whole=keep_whole, in_host=in_host)
         return ServerSetup(
             parts or (Part((), "float32", 0),),  # with nothing but tables, a read still has its version
             tuple(sorted(workers)),
@@ -524,6 +524,13 @@ class ParameterServer:
             choices.compression,
             self._rounds is not None,
         )
+
+    def _is_in_host(self) -> bool:
+        """Whether all ranks are on one host. Server processes are expected there, too."""
+        if not is_initialized():
+            return False
+        hosts = current_world().topology.host_indices
+        return len({hosts[rank] for rank in self._group.ranks}) == 1
 
     def _meet_in_group(
         self,
@@ -546,8 +553,9 @@ class ParameterServer:
         participant = Participant(self.rank, setup, configuration, server)
         self._messenger = MailboxMessenger(participant, self._group)
         if self.rank == ranks[0]:
-            for to, message, payload in self._first_values(setup, configuration):
-                self._messenger.post(to, encode(message), payload)
+            for each in self._first_values(setup, configuration):
+                for batch in make_batches((each,)):
+                    self._messenger.post(*batch)
         deadline = Deadline(self._group.operation_timeout_s)
         while server is not None and not server.is_ready:  # made so by the thread of the mailbox
             participant.check()
@@ -711,15 +719,22 @@ class ParameterServer:
         for name, pushes in under_way.rows.items():
             for index, rows, values in self._table_client.cut_push(name, pushes):
                 self._stage_piece(index, values, rows)
-        self.finish_step()  # the one before; these gradients are on their way meanwhile
+        if self._is_step_under_way:
+            self._send_behind(())
+            self.finish_step()  # the one before; these gradients are on their way meanwhile
         norm = math.sqrt(sum(under_way.squares[index] for index in sorted(under_way.squares)))
         self._step += 1
         self._push_under_way = _PushUnderWay(self._setup.parts)
         leases, self._open_leases = self._open_leases, []
-        with self._changed:
-            sends = self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs)
         self._is_step_under_way = read
-        self._participant.send(sends)
+        with self._changed:
+            self._send_behind(self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs))
+
+    def _send_behind(self, messages: Iterable[OutgoingMessage], *, keep: Sequence[OutgoingMessage] = ()) -> None:
+        """Send messages behind those that were kept, and keep others: the last part of a push travels together with
+        the entry that commits it."""
+        kept, self._kept = self._kept, keep
+        self._participant.send([*kept, *messages])
 
     def _stage_parts(self, indices: Iterable[int], *, copy: bool = True) -> None:
         """Send parts whose gradients are all there."""
@@ -742,8 +757,7 @@ class ParameterServer:
         if rows is not None:
             payload = pack_arrays([rows, payload.reshape(len(rows), -1)])
         with self._changed:
-            sends = self._worker.stage(step, index, payload)
-        self._participant.send(sends)
+            self._send_behind((), keep=self._worker.stage(step, index, payload))
 
     def _check_rows(self, table: str, rows: Array) -> Array:
         if table not in self.tables:
@@ -762,6 +776,8 @@ class ParameterServer:
 
     def _check_gradient(self, name: str, gradient: Array) -> Array:
         parameter, array = self.parameters[name], np.asarray(gradient)
+        if array.shape == parameter.shape and array.dtype == parameter.dtype:
+            return array.reshape(-1)
         if array.shape != parameter.shape:
             raise ValueError(f"the gradient of {name} must have the shape {parameter.shape}, got {array.shape}")
         return array.astype(parameter.dtype, copy=False).reshape(-1)
@@ -801,7 +817,7 @@ class ParameterServer:
     def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
         with self._changed:
             request, sends = self._worker.take_lease(epoch, num_samples, count)
-        self._participant.send(sends)
+            self._participant.send(sends)
         leases, rejections = self._worker.leases, self._worker.rejections
         self._wait_until(lambda: request in leases or request in rejections, f"samples of epoch {epoch}")
         if request in rejections:

@@ -37,10 +37,11 @@ from ronde.ps.protocol import (
     ServerMessage,
     ServersFailed,
     ServerState,
-    decode,
     encode,
+    make_batches,
+    split_batch,
 )
-from ronde.ps.server import Action, Propose, SavePart, SendState, ServerCore, ServerSetup
+from ronde.ps.server import Action, Propose, SendState, ServerCore, ServerSetup
 from ronde.ps.worker import WorkerCore
 
 WAKE_UP = b""
@@ -87,7 +88,8 @@ class Participant:
         self.server = server
         self.worker = WorkerCore(number, len(setup.parts), configuration, len(setup.table_parts))
         self.changed = threading.Condition()
-        """Guards the WorkerCore, and tells that it has changed."""
+        """Guards the WorkerCore, and tells that it has changed. Held until what the WorkerCore returns is sent: servers
+        get it in the order in which it was made."""
         self.awaited: list[Callable[[], bool]] = []
         """What threads of the program wait for: they are not woken for anything else."""
         self.error: RondeError | None = None
@@ -132,12 +134,15 @@ class Participant:
         """Send without waiting. What is lost with a member is sent again to another one, when the servers have
         changed."""
         wakes = False
-        for to, message, payload in messages:
-            if to == self.number:
-                self._to_self.append((message, payload))
+        to_others: list[OutgoingMessage] = []
+        for each in messages:
+            if each.to == self.number:
+                self._to_self.append((each.message, each.payload))
                 wakes = True
             else:
-                self._post(to, encode(message), payload)
+                to_others.append(each)
+        for batch in make_batches(to_others):
+            self._post(*batch)
         if wakes and threading.get_ident() != self._handling_thread:
             self._post(self.number, WAKE_UP, None)
 
@@ -151,9 +156,14 @@ class Participant:
     # --- in the thread that handles messages -----------------------------------------------------------------------
 
     def handle(self, source: int, header: bytes, payload: Array | None) -> None:
-        """A member has sent a message."""
+        """A member has sent messages."""
         self._has_messenger.wait()
-        self._run(lambda: self._handle(source, decode(header), payload) if header != WAKE_UP else None)
+
+        def handle() -> None:
+            for each in split_batch(header, payload) if header != WAKE_UP else ():
+                self._handle(source, *each)
+
+        self._run(handle)
 
     def member_lost(self, number: int, why: str) -> None:
         """A member is gone. Called after its last message."""
@@ -217,9 +227,8 @@ class Participant:
         is_for_workers = isinstance(message, FOR_WORKERS)
         if is_for_workers or isinstance(message, NewConfiguration):
             with self.changed:
-                sends = self.worker.handle(source, message, payload)
+                self.send(self.worker.handle(source, message, payload))
                 self._notify()
-            self.send(sends)
         if self.server is None or is_for_workers:
             return
         if isinstance(message, ServerState):
@@ -241,25 +250,29 @@ class Participant:
     def _tell_worker(self, configuration: Configuration) -> None:
         with self.changed:
             message = NewConfiguration(configuration.epoch, configuration)
-            sends = self.worker.handle(self.number, message, None)
+            self.send(self.worker.handle(self.number, message, None))
             self._notify()
-        self.send(sends)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         assert self.server is not None
+        messages: list[OutgoingMessage] = []
         for action in actions:
+            if isinstance(action, OutgoingMessage):
+                messages.append(action)
+                continue
+            self.send(messages)  # ahead of what comes next
+            messages = []
             if isinstance(action, Propose):
                 self._decide(action.configuration)
             elif isinstance(action, SendState):
                 message = ServerState(self.server.configuration.epoch)
                 self.send((OutgoingMessage(action.to, message, self.messenger.pack(action.state)),))
-            elif isinstance(action, SavePart):
+            else:
                 saved = write_part(action.directory, action.message.version, action.message.part, action.state)
                 told = np.frombuffer(msgspec.json.encode(saved), np.uint8)
                 self.send((OutgoingMessage(action.to, action.message, told),))
-            else:
-                self.send((action,))
-        if self.server.is_ready:
+        self.send(messages)
+        if not self.is_served.is_set() and self.server.is_ready:
             self.is_served.set()
         if self.server.failure and not self.worker.failure:
             with self.changed:

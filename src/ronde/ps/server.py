@@ -31,7 +31,16 @@ from ronde.ps.commit_log.log_state import (
 )
 from ronde.ps.commit_log.replication import LogReplica
 from ronde.ps.commit_log.staleness import Mode, StalenessSettings
-from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, TensorSpec, change_servers
+from ronde.ps.partition import (
+    NO_BACKUP,
+    Array,
+    Configuration,
+    Part,
+    PartsLost,
+    TensorSpec,
+    change_servers,
+    new_array,
+)
 from ronde.ps.payloads import decode_values, encode_values, pack_arrays, unpack_arrays
 from ronde.ps.protocol import (
     Append,
@@ -59,7 +68,7 @@ from ronde.ps.protocol import (
 )
 from ronde.ps.replica import PartOptimizer, Replica, clip, compensate_delay
 from ronde.ps.tables.embedding_table import EmbeddingTable, TablePart
-from ronde.ps.tables.replica import TableReplica
+from ronde.ps.tables.server import TableReplica
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +186,7 @@ class PartReplica(Replica):
         for key in update.contributions:
             del self.staged[key]
         gradient = clip(gradient, update.norm, self._setup.clip_norm)
-        out = np.empty_like(self.values) if self._is_shared else self.values
+        out = new_array(self.values.size, self.values.dtype) if self._is_shared else self.values
         if self._setup.compensates_delay:
             (worker, _), *_ = update.contributions
             values_read = self._values_read.get(worker, self.values)
@@ -200,7 +209,7 @@ class PartReplica(Replica):
         first, *others = [decode_values(self.staged[key], self._part.dtype) for key in contributions]
         if not others:
             return first
-        total: Array = first + others[0]
+        total = np.add(first, others[0], out=new_array(first.size, first.dtype))
         for each in others[1:]:
             total += each
         total *= np.asarray(1.0 / len(contributions), total.dtype)
@@ -448,6 +457,8 @@ class ServerCore:
         epoch, backup = self.configuration.epoch, self.configuration.backups[index]
         if backup not in (NO_BACKUP, self.rank):
             return [OutgoingMessage(backup, ReplicatePart(epoch, worker, step, index), gradient)]
+        if len(self.configuration.servers) == 1:  # the worker does not wait for it
+            return []
         return [OutgoingMessage(worker, PartStaged(epoch, step, index))]
 
     def _load_copy(self, message: PartCopy, copy: Array) -> None:

@@ -41,7 +41,7 @@ from ronde.net.event_loop import start_thread
 from ronde.net.messages import LeaveReason
 from ronde.ps.participant import Participant
 from ronde.ps.partition import Array, Configuration, PartsLost, change_servers, make_configuration
-from ronde.ps.protocol import OutgoingMessage, encode
+from ronde.ps.protocol import OutgoingMessage, make_batches
 from ronde.ps.server import LOST_PARTS_ADVICE, ServerCore, ServerSetup
 from ronde.settings import FIRST_SERVER, Settings
 from ronde.types import Deadline
@@ -269,8 +269,9 @@ class ServerRounds:
             for to in configuration.servers:
                 self.post(to, RoundMessageKind.CREATE, instance, b"", packed, attempt=creation.attempt)
             messenger = RoundMessenger(self, instance)
-            for to, message, payload in load(configuration):
-                messenger.post(to, encode(message), payload)
+            for each in load(configuration):
+                for batch in make_batches((each,)):
+                    messenger.post(*batch)
             with self._changed:
                 while self._round is round and creation.ready != {*configuration.servers}:
                     self._check(deadline, "the servers did not get the first values")

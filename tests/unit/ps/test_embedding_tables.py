@@ -15,7 +15,7 @@ from ronde.ps import LAMB, SGD, Adagrad, Adam, EmbeddingTable, NormalRows, Param
 from ronde.ps.commit_log.log_state import Update
 from ronde.ps.payloads import pack_arrays, unpack_arrays
 from ronde.ps.tables.embedding_table import cut_table, sum_duplicates
-from ronde.ps.tables.replica import TableReplica, make_header
+from ronde.ps.tables.server import TableReplica, make_header
 from tests.conformance.ranks import run_threads
 
 DIM = 5

@@ -18,7 +18,7 @@ from ronde.ps.payloads import decode_values, pack_arrays, unpack_arrays
 from ronde.ps.protocol import OutgoingMessage
 from ronde.ps.server import ServerSetup
 from ronde.ps.tables.embedding_table import EmbeddingTable, RowCache, TablePart, sum_duplicates
-from ronde.ps.tables.replica import make_header
+from ronde.ps.tables.server import make_header
 from ronde.ps.worker import WorkerCore
 
 logger = logging.getLogger("ronde.ps")
