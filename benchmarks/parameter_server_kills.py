@@ -134,7 +134,10 @@ class Job:
         for each in self._folder.glob("worker-*"):
             each.unlink(missing_ok=True)
         for kind in kinds:
-            choose.choice(victims[kind]).send_signal(signal.SIGKILL)
+            victim = choose.choice(victims[kind])
+            if kind == "workers" and self.killed[kind] < NUM_WORKERS:  # first those with which the job began
+                victim = min(victims[kind], key=lambda process: process.create_time())
+            victim.send_signal(signal.SIGKILL)
             self.killed[kind] += 1
 
     def wait_until_complete(self) -> dict[str, list[psutil.Process]]:

@@ -28,6 +28,7 @@ from ronde.comm.group import Group
 from ronde.comm.mailbox import MailboxMessage
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.event_loop import start_thread
+from ronde.net.open_files import explain_open_files
 from ronde.ps.checkpoints import SavedFile, write_part
 from ronde.ps.commit_log.log_state import LogState
 from ronde.ps.partition import Array, Configuration
@@ -310,9 +311,10 @@ class MailboxMessenger:
 
     def __init__(self, participant: Participant, group: Group) -> None:
         self._group = group
-        self._mailbox = group.open_mailbox(
-            lambda message: self._on_message(participant, message), on_lost=participant.member_lost
-        )
+        with explain_open_files(f"{group!r} cannot open a mailbox for a parameter server"):
+            self._mailbox = group.open_mailbox(
+                lambda message: self._on_message(participant, message), on_lost=participant.member_lost
+            )
         participant.messenger = self
 
     @staticmethod
