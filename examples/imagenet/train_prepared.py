@@ -2,14 +2,16 @@
 
     ronde run -np 2 python train_prepared.py --data data/photos --lr 0.0005
 
-Checkpoints go to --run, and a run that was ended in the middle goes on where it was. The last line is a JSON object
-with the loss and the accuracy on the split `val`, which `ronde search` reads.
+Checkpoints go to --run, and a run that was ended in the middle goes on where it was; with other data or settings it
+begins anew. The last line is a JSON object with the loss and the accuracy on the split `val`: `ronde search` reads it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,17 @@ def as_tensor(batch: dict[str, Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(batch["image"]))
 
 
+def begin_run(folder: Path, settings: dict[str, Any]) -> None:
+    """Remove the checkpoints of a run with other settings. Collective."""
+    if ronde.rank() == 0:
+        file = folder / "settings.json"
+        if file.exists() and json.loads(file.read_text()) != settings:
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings))
+    ronde.barrier()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train AlexNet on prepared data.")
     parser.add_argument("--data", type=Path, required=True)
@@ -66,6 +79,9 @@ def main() -> None:
     )
     checkpoints = None
     if options.run:
+        index = hashlib.sha256((options.data / "index.json").read_bytes()).hexdigest()
+        settings = {name: str(value) for name, value in vars(options).items() if name not in ("run", "epochs")}
+        begin_run(options.run, {**settings, "index": index})
         checkpoints = ronde.torch.Checkpoints(options.run, keep=1, model=model, optimizer=optimizer, data=train)
         checkpoints.restore()
     while train.epoch < options.epochs:

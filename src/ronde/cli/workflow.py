@@ -25,8 +25,9 @@ import msgspec
 
 from ronde.cli.arguments import CommandParser, print_error
 from ronde.errors import RondeError
+from ronde.exit_codes import INTERRUPTED_CODE, shell_exit_code
 from ronde.launch.config import read_config, read_section, read_sections
-from ronde.text import INTERRUPTED_CODE, format_duration, shell_exit_code, shorten
+from ronde.text import format_duration, shorten
 
 DESCRIPTION = """Carry out the sections of a job file: data, search, run, export, predict.
 
@@ -38,9 +39,7 @@ its section, the files it reads and the steps before it are unchanged. A workflo
 that was killed goes on where it was. In the command of `run`, {best.NAME} stands
 for a parameter that the search has found."""
 
-MAX_LISTED_FILES = 100_000
-"""Of a folder with more files than this, only their number and the latest change count."""
-BEST_PATTERN = re.compile(r"\{best\.(\w+)\}")
+BEST_PATTERN = re.compile(r"\{best\.([^{}]+)\}")
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,18 @@ class WorkflowStep:
     result: Callable[[Mapping[str, Any]], Path | None]
     """A file that is there when the step is done, if it is known."""
     force: str = ""
-    """The flag with which the command replaces what an earlier run of the workflow has made from other inputs."""
+    """The flag with which the command replaces what was made from other inputs."""
+    journal: str = ""
+    """A file beside the result that is there from the beginning of the step on."""
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """A step that was begun, and whether it has been done."""
+    """A step that was begun, or is to be done again, and whether it has been done."""
 
     fingerprint: str
     is_done: bool
+    replaces_before: float = 0.0
+    """The step replaces what was made before this time; 0 if it replaces nothing."""
 
 
 class WorkflowRecord(msgspec.Struct):
@@ -92,6 +95,8 @@ def _run_command(path: str, sections: Mapping[str, Any]) -> list[str]:
         return ["run", "--config", path]
     if "search" not in sections:
         raise ValueError(f"{path}: the command of `run` has {{best.…}}, but there is no section `search`")
+    from ronde.search.results import format_value
+
     file = _search_result(sections["search"])
     try:
         best = msgspec.json.decode(file.read_bytes())["best"]["params"]
@@ -101,7 +106,7 @@ def _run_command(path: str, sections: Mapping[str, Any]) -> list[str]:
     def replace(match: re.Match[str]) -> str:
         if match[1] not in best:
             raise ValueError(f"{path}: the search has no parameter {match[1]!r}; it has {', '.join(best)}")
-        return str(best[match[1]])
+        return format_value(best[match[1]])
 
     return ["run", "--config", path, "--", *(BEST_PATTERN.sub(replace, word) for word in words)]
 
@@ -144,6 +149,7 @@ STEPS = (
         ("objective", "setup"),
         lambda section: _search_result(section),
         force="--overwrite",
+        journal="journal.log",
     ),
     WorkflowStep("run", _run_command, read_config, (), (), lambda section: None),
     WorkflowStep(
@@ -169,19 +175,27 @@ STEPS = (
 # --- fingerprints ----------------------------------------------------------------------------------------------------
 
 
-def fingerprint_step(step: WorkflowStep, section: Mapping[str, Any], before: Sequence[str], made: Sequence[str]) -> str:
-    """Of a section's values, what they name, and the steps before it. Paths below those of `made`, the outputs of
-    earlier steps, are not looked at: those steps stand for them."""
-    facts: list[Any] = [step.section, section, *before]
+def fingerprint_step(
+    step: WorkflowStep,
+    section: Mapping[str, Any],
+    before: Sequence[str],
+    made: Sequence[str],
+    *,
+    words: Sequence[str],
+    folders: Sequence[Path],
+) -> str:
+    """Of a section's values, its command, what they name, and the steps before it. Paths below those of `made`, the
+    outputs of earlier steps, are not looked at: those steps stand for them. Modules are looked for in these folders."""
+    facts: list[Any] = [step.section, section, *before, words]
     for key in step.paths:
         text = str(section.get(key, ""))
         if text and not any(text == each or text.startswith(f"{each}/") for each in made):
             facts.append([key, _fingerprint_path(text)])
     for key in step.functions:
-        facts.append([key, _fingerprint_function(str(section.get(key) or ""))])
+        facts.append([key, _fingerprint_function(str(section.get(key) or ""), folders)])
     command = section.get("command", "")
-    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-    facts += [[word, _fingerprint_path(word)] for word in words if Path(word).is_file()]
+    named = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    facts += [[word, _fingerprint_path(word)] for word in named if Path(word).is_file()]
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted", enc_hook=str)).hexdigest()
 
 
@@ -191,21 +205,23 @@ def _fingerprint_path(text: str) -> str:
     path = Path(text)
     if "://" in text or not path.exists():
         return ""
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    if len(files) > MAX_LISTED_FILES:
-        return f"{len(files)} {max(each.stat().st_mtime_ns for each in files)}"
+    from ronde.data.files import LocalFolder
+
     digest = hashlib.sha256()
-    for each in files:
-        state = each.stat()
-        digest.update(f"{each}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
+    for info in LocalFolder(path).list_files():
+        digest.update(repr(tuple(info)).encode())
     return digest.hexdigest()
 
 
-def _fingerprint_function(name: str) -> str:
-    """The contents of the module's file, if it is one of the working directory."""
-    module = name.partition(":")[0]
-    path = Path(*module.split(".")).with_suffix(".py") if module and ":" in name else None
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path is not None and path.is_file() else ""
+def _fingerprint_function(name: str, folders: Sequence[Path]) -> str:
+    """The contents of the module's file, if it is in one of these folders."""
+    module, colon, _ = name.partition(":")
+    if not module or not colon:
+        return ""
+    place = Path(*module.split("."))
+    paths = (folder / each for folder in folders for each in (place.with_suffix(".py"), place / "__init__.py"))
+    found = next((path for path in paths if path.is_file()), None)
+    return "" if found is None else hashlib.sha256(found.read_bytes()).hexdigest()
 
 
 # --- carrying out ----------------------------------------------------------------------------------------------------
@@ -241,39 +257,57 @@ def _carry_out(
     record = _read_record(file)
     before: list[str] = []
     made: list[str] = []
-    is_asked = False
+    folders = (Path(path).resolve().parent, Path.cwd())
+    if start is not None:
+        names = [step.section for step in steps]
+        for name in names[names.index(start) :]:
+            record.steps[name] = StepRecord("", is_done=False)  # other than any: it is replaced, also if this is killed
+        _write_record(file, record)
     for number, step in enumerate(steps, start=1):
         section = sections[step.section]
         shown = f"[{number}/{len(steps)}] {step.section}"
-        fingerprint = fingerprint_step(step, section, before, made)
+        words = step.make_command(path, sections)
+        named = [word for word in words if word != path]
+        fingerprint = fingerprint_step(step, section, before, made, words=named, folders=folders)
         before.append(fingerprint)
         if section.get("output"):
             made.append(str(section["output"]))
-        is_asked = is_asked or step.section == start
         known = record.steps.get(step.section)
         result = step.result(section)
         is_same = known is not None and known.fingerprint == fingerprint
-        if is_same and known is not None and known.is_done and not is_asked and (result is None or result.exists()):
+        if is_same and known is not None and known.is_done and (result is None or result.exists()):
             print(f"{shown}: done before, nothing has changed", flush=True)
             continue
-        words = step.make_command(path, sections)
-        if known is not None and (is_asked or not is_same) and step.force:
+        replaces_before = 0.0
+        if known is not None and not is_same:
+            replaces_before = time.time()
+        elif known is not None and not known.is_done:  # it was killed, perhaps before it has replaced anything
+            replaces_before = known.replaces_before
+        if step.force and _has_older_result(step, result, replaces_before):
             words.append(step.force)
-        record.steps[step.section] = StepRecord(fingerprint, is_done=False)
+        record.steps[step.section] = StepRecord(fingerprint, is_done=False, replaces_before=replaces_before)
         _write_record(file, record)
         print(f"{shown}: ronde {shlex.join(words)}", flush=True)
         started = time.monotonic()
         code = _run_step(words, lock)
         if code:
-            print_error(
-                "ronde workflow",
-                f"{step.section} has failed with code {shell_exit_code(code)}; the same command goes on from here",
-            )
+            text = f"{step.section} has failed with code {shell_exit_code(code)}; the same command goes on from here"
+            if step.force and step.force not in words:
+                text += f", and with --from {step.section} it replaces what is there"
+            print_error("ronde workflow", text)
             return shell_exit_code(code)
         record.steps[step.section] = StepRecord(fingerprint, is_done=True)
         _write_record(file, record)
         print(f"{shown}: done in {format_duration(time.monotonic() - started)}", flush=True)
     return 0
+
+
+def _has_older_result(step: WorkflowStep, result: Path | None, time_s: float) -> bool:
+    """Whether there is something that a former run, before this time, has made or begun."""
+    if result is None:  # far away
+        return time_s > 0
+    paths = [result, result.with_name(step.journal)] if step.journal else [result]
+    return any(path.exists() and path.stat().st_mtime < time_s for path in paths)
 
 
 def _run_step(words: Sequence[str], lock: BinaryIO) -> int:

@@ -10,10 +10,13 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import logging
 import os
 import platform
 import tempfile
 import threading
+import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +24,20 @@ from typing import Any, NamedTuple, Protocol
 
 from ronde.errors import DataError
 from ronde.text import shorten
+from ronde.types import Deadline
+
+logger = logging.getLogger("ronde.data")
 
 UNFINISHED_PREFIX = ".unfinished-"
 """How the name of a file begins that is still being written."""
 MAX_OPEN_FILES = 128
 MAX_NAME_CHARS = 1024
+LOCK_POLL_S = 0.05
+CRC_BYTES = 4
+"""At the end of a file in the cache: the CRC-32 of all before."""
+CRC_CHUNK_BYTES = 1 << 20
+ROOM_SHARE = 0.9
+"""A full cache is emptied to this share of its limit, so that it is searched for old files only now and then."""
 
 
 def safe_name(name: str) -> str:
@@ -172,14 +184,10 @@ class LocalFolder:
             return [_local_info(self._only, (self.root / self._only).stat())]
         if not self.root.is_dir():
             raise DataError(f"there is no folder or file {self.root}")
-        found = []
-        for directory, directories, names in os.walk(self.root):
-            directories[:] = sorted(name for name in directories if not name.startswith("."))
-            for name in sorted(names):
-                if not name.startswith("."):
-                    path = Path(directory, name)
-                    found.append(_local_info(path.relative_to(self.root).as_posix(), path.stat()))
-        return sorted(found)
+        try:
+            return sorted(_list_below(self.url, "", frozenset()))
+        except OSError as error:  # nothing is left out in silence
+            raise DataError(f"cannot list {error.filename or self.root}: {error.strerror}") from None
 
     def open_range(self, name: str, start: int, num_bytes: int) -> FileRange:
         with self._lock:
@@ -218,20 +226,51 @@ class LocalFolder:
             path.unlink(missing_ok=True)
 
 
+def _list_below(directory: str, prefix: str, above: frozenset[str]) -> Iterator[FileInfo]:
+    """The files of a folder and of those in it, also through links; `above` are the folders that it is in."""
+    real = os.path.realpath(directory)
+    if real in above:
+        raise DataError(f"{directory} is a link to a folder that it is in; remove it")
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                yield from _list_below(entry.path, f"{prefix}{entry.name}/", above | {real})
+            else:
+                yield _local_info(prefix + entry.name, entry.stat())
+
+
 def _local_info(name: str, state: os.stat_result) -> FileInfo:
     return FileInfo(name, state.st_size, str(state.st_mtime_ns))
 
 
+def wait_for_lock(descriptor: int, timeout_s: float) -> bool:
+    """Take an exclusive lock on an open file or folder, and return whether that was possible in so many seconds. The
+    kernel releases it when the file is closed, also if the process is killed."""
+    deadline = Deadline(timeout_s)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if deadline.expired:
+                return False
+            time.sleep(LOCK_POLL_S)
+
+
 @contextlib.contextmanager
-def write_aside(path: Path) -> Iterator[io.BufferedWriter]:
-    """A context with a file that appears under its path, flushed to disk, when the context ends without an error."""
+def write_aside(path: Path, *, sync: bool = True) -> Iterator[io.BufferedWriter]:
+    """A context with a file that appears under its path, flushed to disk if `sync`, when the context ends without an
+    error."""
     descriptor, aside = tempfile.mkstemp(prefix=f"{UNFINISHED_PREFIX}{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor
             os.fchmod(file.fileno(), 0o644)
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(aside, path)  # noqa: PTH105  # a text
     except BaseException:
         with contextlib.suppress(OSError):
@@ -316,7 +355,8 @@ class RemoteFolder:
 
 class CachedFolder:
     """A remote folder whose ranges are kept in files of this machine, at most so many bytes: those that were not used
-    for longest go first. Processes of one machine share the cache."""
+    for longest go first. Processes of one machine share the cache. What is damaged there is fetched again, and where
+    nothing can be written, as on a full disk, ranges are only fetched."""
 
     is_local = True
 
@@ -328,6 +368,7 @@ class CachedFolder:
         self._limit_bytes = limit_bytes
         self._directory = directory.absolute()
         self._versions = {info.name: info.version for info in folder.list_files()}
+        self._has_warned = False
 
     def list_files(self) -> list[FileInfo]:
         return self._folder.list_files()
@@ -345,48 +386,90 @@ class CachedFolder:
         found = self._find(path)
         if found is not None:
             return found
-        with self._lock(digest[:2]):
-            found = self._find(path)
-            if found is not None:  # another process has fetched it meanwhile
-                return found
+        with contextlib.ExitStack() as opened:
+            try:
+                opened.enter_context(self._lock(digest[:2]))
+                found = self._find(path)
+                if found is not None:  # another process has fetched it meanwhile
+                    return found
+            except OSError as error:
+                self._warn(error)
             fetched = self._folder.open_range(name, start, num_bytes)
             data = fetched.read(0, num_bytes)
-            if len(data) > self._limit_bytes:
+            if len(data) + CRC_BYTES > self._limit_bytes:
                 return fetched
-            path.parent.mkdir(exist_ok=True)
-            with write_aside(path) as file:
-                file.write(data)
-        self._make_room()
+            try:
+                path.parent.mkdir(exist_ok=True)
+                with write_aside(path, sync=False) as file:  # a checksum tells what a crash has left of it
+                    file.write(data)
+                    file.write(zlib.crc32(data).to_bytes(CRC_BYTES, "little"))
+                self._make_room(len(data) + CRC_BYTES)
+            except OSError as error:
+                self._warn(error)
+                return fetched
         return self._find(path) or fetched
 
     def _find(self, path: Path) -> FileRange | None:
         try:
             file = OpenFile(str(path))
-            os.utime(path)
-            return FileRange(file, 0, path.stat().st_size)
-        except FileNotFoundError:  # never there, or removed since: who has it open reads on
+        except OSError:  # never there, or removed since: who has it open reads on
             return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        size, crc, rest = 0, 0, b""
+        with contextlib.suppress(OSError):  # a bad disk
+            while chunk := file.read(size, CRC_CHUNK_BYTES):
+                size += len(chunk)
+                rest += chunk
+                crc = zlib.crc32(rest[:-CRC_BYTES], crc)
+                rest = rest[-CRC_BYTES:]
+        if len(rest) == CRC_BYTES and int.from_bytes(rest, "little") == crc:
+            return FileRange(file, 0, size - CRC_BYTES)
+        logger.warning("%s in the cache is damaged; it is fetched again", path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            text = error.strerror or str(error)
+            logger.warning("the cache %s cannot be written to: %s; data are fetched each time", self._directory, text)
 
     @contextlib.contextmanager
-    def _lock(self, part: str) -> Iterator[None]:
+    def _lock(self, part: str) -> Iterator[io.BufferedRandom]:
         self._directory.mkdir(parents=True, exist_ok=True)
-        with (self._directory / f".lock-{part}").open("wb") as file:
+        descriptor = os.open(self._directory / f".lock-{part}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with open(descriptor, "r+b") as file:  # noqa: PTH123  # a descriptor
             fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also if the process is killed
-            yield
+            yield file
 
-    def _make_room(self) -> None:
-        with self._lock("all"):
-            kept = []
-            for path in self._directory.glob("??/*"):
-                with contextlib.suppress(FileNotFoundError):
-                    state = path.stat()
-                    kept.append((state.st_mtime_ns, state.st_size, path))
-            total = sum(size for _, size, _ in kept)
-            for _, size, path in sorted(kept):
-                if total <= self._limit_bytes:
-                    break
-                path.unlink(missing_ok=True)
-                total -= size
+    def _make_room(self, num_new_bytes: int) -> None:
+        """Count a new file; remove the oldest ones if there is too much. The lock file has the count."""
+        with self._lock("all") as file:
+            known = file.read()
+            total = int(known) + num_new_bytes if known.isdigit() else self._limit_bytes + 1
+            if total > self._limit_bytes:
+                total = self._remove_oldest()
+            file.seek(0)
+            file.truncate()
+            file.write(str(total).encode())
+
+    def _remove_oldest(self) -> int:
+        """Return how many bytes are left."""
+        kept = []
+        for path in self._directory.glob("??/*"):
+            with contextlib.suppress(FileNotFoundError):
+                state = path.stat()
+                kept.append((state.st_mtime_ns, state.st_size, path))
+        total = sum(size for _, size, _ in kept)
+        wanted = total if total <= self._limit_bytes else int(self._limit_bytes * ROOM_SHARE)
+        for _, size, path in sorted(kept):
+            if total <= wanted:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+        return total
 
 
 class RangeFile(io.RawIOBase):

@@ -13,10 +13,12 @@ number of kills. `index.json` comes last; then `.prepare` is removed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +36,7 @@ from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.data.dataset import SPLITS, open_dataset
-from ronde.data.files import LocalFolder, write_aside
+from ronde.data.files import LocalFolder, open_folder, wait_for_lock, write_aside
 from ronde.data.samples import KEY, Sample, encode_sample
 from ronde.data.shards import (
     INDEX_NAME,
@@ -56,6 +58,8 @@ CLASS_FIELDS = ("class", "label", "cls", "label_name")
 WORK_FOLDER = ".prepare"
 SHARD_BYTES = 64 << 20
 PART_BYTES = 32 << 20
+LOCK_WAIT_S = 10.0
+"""How long a run that was killed may take to end."""
 LEAST_PARTS = 16
 """So small data keep several ranks busy, too."""
 LEAST_BLOCKS = 240
@@ -278,12 +282,28 @@ def open_input(options: PrepareOptions) -> PrepareInput:
     if function.isidentifier() and module.replace(".", "").isidentifier() and not path.exists():
         load_function(options.input)
         return PrepareInput(None, options.input, [(0, 0)] * LEAST_PARTS, hash_source(options.input))
-    reader = open_dataset(options.input, split=None, format=options.format, decode_images=False, trust=options.trust)
+    reader = _open_prepared(options) or open_dataset(
+        options.input, format=options.format, decode_images=False, trust=options.trust
+    )
     sizes = reader.table.sizes.tolist()
     parts = cut_parts(sizes, max(1, min(PART_BYTES, -(-sum(sizes) // LEAST_PARTS))))
     versions = repr([info for info in reader.folder.list_files() if info.name in set(reader.table.files)])
     fingerprint = hashlib.sha256((reader.table.fingerprint() + versions).encode()).hexdigest()
     return PrepareInput(reader, "", parts, fingerprint[:16])
+
+
+def _open_prepared(options: PrepareOptions) -> BlockReader | None:
+    """All splits of an input that was prepared before, to be split anew; None if it was not."""
+    folder = open_folder(options.input)
+    if options.format is not None or all(info.name != INDEX_NAME for info in folder.list_files()):
+        return None
+    index = read_index(folder)
+    if len(index.splits) > 1 and not parse_split(options.split):
+        raise DataError(
+            f"{options.input} was prepared, and has the splits {', '.join(index.splits)}: give --split to split all of "
+            "it anew"
+        )
+    return ShardReader(folder, [shard for shards in index.splits.values() for shard in shards], index.classes)
 
 
 # --- carrying out ----------------------------------------------------------------------------------------------------
@@ -317,6 +337,24 @@ class Preparation:
 
     def run(self) -> PrepareResult:
         source = objects.call_on_first(lambda: open_input(self._options), group=self._group)
+        with contextlib.ExitStack() as opened:
+            objects.call_on_first(lambda: opened.enter_context(self._lock()), group=self._group)
+            return self._carry_out(source)
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Two runs that prepare the same folder would remove each other's work."""
+        self._output.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._output, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # not all file systems can lock a folder
+                if not wait_for_lock(descriptor, LOCK_WAIT_S):
+                    raise DataError(f"another run is preparing {self._output}; wait for it, or give another folder")
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _carry_out(self, source: PrepareInput) -> PrepareResult:
         facts = self._describe(source)
         complete = objects.call_on_first(lambda: self._find_complete(facts), group=self._group)
         if complete is not None:

@@ -1,16 +1,15 @@
 """The journal of a study: Optuna's file of JSON lines, with the driver of the search as its only writer.
 
-A driver that was killed inside a write leaves a torn last line, after which Optuna could not read the file any more,
-and a lock that Optuna would wait 30 seconds for. open_journal() cuts the line and removes the lock. It may do so
-because it holds an exclusive flock on the journal, which the kernel releases when its owner dies: nobody else writes.
+A driver that was killed inside a write leaves a torn last line, after which Optuna could not read the file any more, or
+a part of what a trial has reported without its end, which would stay there when the trial is run again, and a lock that
+Optuna would wait 30 seconds for. open_journal() cuts these lines and removes the lock. It may do so because it holds an
+exclusive flock on the journal, which the kernel releases when its owner dies: nobody else writes.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +17,15 @@ from typing import Any
 
 from optuna.storages.journal import JournalFileBackend
 
+from ronde.data.files import wait_for_lock
 from ronde.errors import RondeError
-from ronde.types import Deadline
 
 LOCK_WAIT_S = 10.0
 """How long a driver that is just ending may hold the journal."""
-LOCK_POLL_S = 0.05
 OPTUNA_LOCK_SUFFIX = ".lock"
+SET_INTERMEDIATE_VALUE = 7
+SET_TRIAL_USER_ATTRIBUTE = 8
+"""Optuna's codes of the records that stand before the end of a trial, in one write with it."""
 
 
 class StudyJournal(JournalFileBackend):
@@ -72,7 +73,8 @@ def open_journal(path: Path) -> StudyJournal:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        _lock(fd, path)
+        if not wait_for_lock(fd, LOCK_WAIT_S):
+            raise RondeError(f"another search is running in {path.parent}; wait for its end, or choose another folder")
         size = repair_end(path)
         os.truncate(fd, size)
         for stale in path.parent.glob(f"{path.name}{OPTUNA_LOCK_SUFFIX}*"):
@@ -84,11 +86,12 @@ def open_journal(path: Path) -> StudyJournal:
 
 
 def repair_end(path: Path) -> int:
-    """Return how many bytes of a journal are whole lines. ValueError names a line that is damaged and not the last."""
-    size = 0
+    """Return how many bytes of a journal are whole writes. ValueError names a line that is damaged and not the last."""
+    size = num_whole = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not _is_record(line):
+            record = _parse_record(line)
+            if record is None:
                 if file.read(1):
                     raise ValueError(
                         f"{path}, line {number} is damaged, and others follow it; restore the file, or choose another "
@@ -96,24 +99,14 @@ def repair_end(path: Path) -> int:
                     )
                 break
             size += len(line)
-    return size
+            if record.get("op_code") not in (SET_INTERMEDIATE_VALUE, SET_TRIAL_USER_ATTRIBUTE):
+                num_whole = size
+    return num_whole
 
 
-def _is_record(line: bytes) -> bool:
+def _parse_record(line: bytes) -> dict[str, Any] | None:
     try:
-        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+        record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
-        return False
-
-
-def _lock(fd: int, path: Path) -> None:
-    deadline = Deadline(LOCK_WAIT_S)
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if deadline.expired:
-                raise RondeError(
-                    f"another search is running in {path.parent}; wait for its end, or choose another folder"
-                ) from None
-            time.sleep(LOCK_POLL_S)
+        return None
+    return record if isinstance(record, dict) else None

@@ -120,6 +120,13 @@ def format_params(params: Mapping[str, ParameterValue]) -> str:
     )
 
 
+def format_value(value: ParameterValue) -> str:
+    """Write a parameter as scripts read it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
 def write_whole(path: Path, text: str) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ronde.exit_codes import LOST_CODE
 from ronde.launch.driver.driver import Driver
 from ronde.launch.driver.failure_report import JobResult
 from ronde.launch.job import Job
@@ -19,17 +20,17 @@ from ronde.net.event_loop import start_thread
 from ronde.search.protocol import (
     DriverToWorker,
     Outcome,
-    ParameterValue,
     PruneDecision,
     ReportedValue,
     StartTrial,
     TrialEnded,
     WorkerReady,
 )
+from ronde.search.results import format_value
 from ronde.search.space import Parameters
 from ronde.search.trial_output import TrialOutput
 from ronde.search.worker_group import GroupEvent, GroupLost, WorkerEvent, describe_loss, kill_driver
-from ronde.text import LOST_CODE, shorten
+from ronde.text import shorten
 
 MAX_LINE_BYTES = 64 * 1024
 """A longer line is no metric."""
@@ -105,13 +106,6 @@ def make_command(command: Sequence[str], params: Parameters) -> tuple[str, ...]:
         if name not in named:
             words += [f"--{name}", format_value(value)]
     return tuple(words)
-
-
-def format_value(value: ParameterValue) -> str:
-    """Write a value as a script reads it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value) if isinstance(value, float) else str(value)
 
 
 class ScriptGroup:

@@ -198,16 +198,16 @@ class SearchStudy:
         """Compare what the study was made for with what it is opened for; write it down, if it is new."""
         space = {name: distribution_to_json(distribution) for name, distribution in self.space.items()}
         facts = {"space": space, "direction": self.options.direction, "what": self.options.what}
-        known = self._study.user_attrs.get(FACTS)
-        if known is None:
-            self._study.set_user_attr(FACTS, facts)
-            return
+        written = self._study.user_attrs.get(FACTS)
+        known = {**(written or facts), "direction": self._study.direction.name.lower()}
         for name, fact in facts.items():
             if known.get(name) != fact:
                 raise ValueError(
                     f"{folder} has a search with another {'objective' if name == 'what' else name}: "
                     f"{json.dumps(known.get(name))}; choose another folder, or replace it (--overwrite)"
                 )
+        if written is None:
+            self._study.set_user_attr(FACTS, facts)
 
 
 class Proposals:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from ronde.data import files
 from ronde.data.files import CachedFolder, LocalFolder, RemoteFolder, open_folder, read_file, safe_name, write_aside
 from ronde.errors import DataError
 from tests.unit.data.made_data import CountingFolder
@@ -100,18 +103,72 @@ def test_the_cache_fetches_a_range_once_and_keeps_its_limit(tmp_path: Path) -> N
     (tmp_path / "data").mkdir()
     (tmp_path / "data/x").write_bytes(bytes(range(100)))
     far = CountingFolder(tmp_path / "data", is_far=True)
-    folder = CachedFolder(far, tmp_path / "cache", 30)
+    folder = CachedFolder(far, tmp_path / "cache", 45)  # of three ranges, with their checksums
     for _ in range(3):
         assert folder.open_range("x", 10, 10).read(2, 3) == bytes([12, 13, 14])
     assert far.num_bytes == 10
     kept = folder.open_range("x", 0, 10)
     for start in range(20, 100, 10):
         assert folder.open_range("x", start, 10).read(0, 10) == bytes(range(start, start + 10))
-        assert cache_size(tmp_path / "cache") <= 30
+        assert 20 < cache_size(tmp_path / "cache") <= 45
     assert kept.read(0, 10) == bytes(range(10))  # removed from the cache, and still read to its end
     assert far.num_bytes == 100
     assert folder.open_range("x", 0, 50).read(0, 50) == bytes(range(50))  # does not fit
-    assert cache_size(tmp_path / "cache") <= 30
+    assert cache_size(tmp_path / "cache") <= 45
+
+
+def test_what_is_damaged_in_the_cache_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/x").write_bytes(bytes(range(100)))
+    far = CountingFolder(tmp_path / "data", is_far=True)
+    folder = CachedFolder(far, tmp_path / "cache", 1000)
+    folder.open_range("x", 0, 50)
+    (kept,) = (tmp_path / "cache").glob("??/*")
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:3], whole[:-1], whole + b"\0", b"\1" + whole[1:], whole[:-1] + b"\0"):
+        kept.write_bytes(damaged)
+        caplog.clear()
+        assert folder.open_range("x", 0, 50).read(0, 99) == bytes(range(50))
+        assert f"{kept} in the cache is damaged" in caplog.text
+        assert kept.read_bytes() == whole
+    assert folder.open_range("x", 0, 50).read(0, 99) == bytes(range(50))
+    assert far.num_bytes == 7 * 50
+
+
+def test_data_are_read_without_the_cache_when_its_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/x").write_bytes(bytes(range(100)))
+    (tmp_path / "file").touch()
+    far = CountingFolder(tmp_path / "data", is_far=True)
+    assert CachedFolder(far, tmp_path / "file/cache", 1000).open_range("x", 0, 9).read(0, 9) == bytes(range(9))
+
+    def write_nothing(path: Path, *, sync: bool) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = CachedFolder(far, tmp_path / "cache", 1000)
+    monkeypatch.setattr(files, "write_aside", write_nothing)
+    caplog.clear()
+    for start in (0, 10, 20):
+        assert folder.open_range("x", start, 10).read(0, 10) == bytes(range(start, start + 10))
+    assert caplog.text.count("No space left on device") == 1
+
+
+def test_folders_behind_links_belong_to_the_data_and_circles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/1.jpg").write_bytes(b"x")
+    (tmp_path / "data/ant").mkdir(parents=True)
+    (tmp_path / "data/ant/2.jpg").write_bytes(b"x")
+    (tmp_path / "data/cat").symlink_to(tmp_path / "elsewhere")
+    assert [info.name for info in LocalFolder(tmp_path / "data").list_files()] == ["ant/2.jpg", "cat/1.jpg"]
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "data")
+    with pytest.raises(DataError, match="is a link to a folder that it is in"):
+        LocalFolder(tmp_path / "data").list_files()
+    (tmp_path / "elsewhere/back").unlink()
+    (tmp_path / "data/3.jpg").symlink_to(tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"cannot list .*3.jpg: No such file"):
+        LocalFolder(tmp_path / "data").list_files()
 
 
 def test_the_cache_does_not_give_a_former_version_of_a_file(tmp_path: Path) -> None:

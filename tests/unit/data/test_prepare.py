@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ronde.data import open_dataset
+from ronde.data import open_dataset, preparation
 from ronde.data.preparation import (
     PrepareOptions,
     PrepareProgress,
@@ -187,6 +187,39 @@ def test_an_unfinished_run_keeps_finished_tasks_unless_the_options_change(photos
     done = run_one(input=photos, output=out)
     assert done.num_carried_out == num_tasks - 5
     assert done.index.num_samples("train") == 50
+
+
+def test_prepared_data_are_split_anew_as_a_whole(photos: Path, tmp_path: Path) -> None:
+    run_one(input=photos, output=tmp_path / "first", split="train=0.5,val=0.5")
+    with pytest.raises(AssertionError, match="has the splits train, val: give --split to split all of it anew"):
+        run_one(input=tmp_path / "first", output=tmp_path / "second")
+    run_one(input=tmp_path / "first", output=tmp_path / "second", split="train=0.5,val=0.3,test=0.2")
+    made = open_dataset(tmp_path / "second")
+    assert made.classes == ("ant", "bee", "cat")
+    names = [
+        each["__key__"]
+        for split in ("train", "val", "test")
+        for each in read_all(open_dataset(tmp_path / "second", split=split))
+    ]
+    assert sorted(names) == sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.png"))
+
+
+def test_two_runs_do_not_prepare_the_same_folder_at_a_time(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "LOCK_WAIT_S", 0.1)
+    refused = []
+
+    def begin_another(progress: PrepareProgress) -> None:
+        if not refused:
+            with pytest.raises(AssertionError, match="another run is preparing") as caught:
+                run_one(input=photos, output=tmp_path / "out", by="class")
+            refused.append(caught)
+
+    options = PrepareOptions(input=str(photos), output=str(tmp_path / "out"))
+    (result,) = run_threads(1, lambda world: prepare(options, group=world.group, on_progress=begin_another))
+    assert refused
+    assert result.index.num_samples("train") == 50
 
 
 @pytest.mark.parametrize(

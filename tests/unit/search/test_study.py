@@ -105,6 +105,40 @@ def test_a_torn_line_and_a_stale_lock_are_removed_and_the_torn_trial_never_was(t
     open_study(tmp_path).close()
 
 
+def test_a_journal_that_is_torn_anywhere_goes_on_and_nothing_of_a_lost_attempt_is_left(tmp_path: Path) -> None:
+    """Trials report fewer values the second time, so that a value of the first would be seen."""
+    points = [{"x": 0.5, "kind": "a"}, {"x": 0.25, "kind": "b"}]
+
+    def finish(folder: Path, num_reports: int) -> list[TrialResult]:
+        study = open_study(folder, points=points, pruner="asha")
+        waiting = study.interrupted()
+        for _ in range(2 - len(study.results())):
+            planned = waiting.pop() if waiting else ask(study)
+            study.begin_attempt(planned.number)
+            reported: dict[int, float] = {}
+            for step in range(1, num_reports + 1):
+                reported[step] = float(num_reports)
+                study.judge(planned.number, reported)
+            study.tell(complete(planned, float(num_reports), reported))
+        results = study.results()
+        study.close()
+        return results
+
+    first = finish(tmp_path, 3)
+    path = tmp_path / JOURNAL_NAME
+    lines = path.read_bytes().splitlines(keepends=True)
+    ends = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
+    for cut in sorted({end + shift for end in ends for shift in (-1, 0, 1, 40)} & {*range(ends[-1])}):
+        path.write_bytes(b"".join(lines)[:cut])
+        results = finish(tmp_path, 2)
+        assert [trial.params for trial in results] == [trial.params for trial in first]
+        for trial in results:
+            assert trial.value is not None
+            assert trial.reported == {step: trial.value for step in range(1, int(trial.value) + 1)}, f"cut at {cut}"
+    assert results[0] == first[0]
+    assert results[1].value == 2.0
+
+
 def test_only_one_driver_writes_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "LOCK_WAIT_S", 0.1)
     study = open_study(tmp_path)
