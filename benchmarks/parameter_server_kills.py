@@ -1,10 +1,11 @@
 """Kill random servers and workers of a parameter server, one after the other, and count the samples in the weights.
 
-    python benchmarks/parameter_server_kills.py --kills 100
+    python benchmarks/parameter_server_kills.py --kills 100 --mode sync,bounded,dynamic,async
 
-It runs an elastic job of two workers and three server processes, kills one of them whenever all are there again, and
-checks at the end that each sample of each epoch is in the weights exactly once: no acknowledged update is lost, and
-none is applied twice. It prints how long the slowest step took, which is the longest failover.
+For each mode it runs an elastic job of two workers and three server processes, and kills some of them at random
+moments: a worker, a server, or one of both at once, whenever the parts of the last one that was lost are on two servers
+again. At the end it checks that each sample of each epoch is in the weights exactly once: no acknowledged update is
+lost, and none is applied twice. It prints how long the slowest step took, which is the longest failover.
 """
 
 from __future__ import annotations
@@ -18,46 +19,76 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
-NUM_SAMPLES = 2000
-SETTLE_S = 1.0
-"""After all processes are there, for the copies of parts."""
+from ronde.ps import Optimizer
+
+NUM_SAMPLES = 400
+NUM_WORKERS, NUM_SERVERS = 2, 3
+NUM_TENSORS = 3
+TENSOR_SIZE = 10_000
+"""So that there are several parts, on all servers."""
+NUM_SLOTS = 16
+"""The last elements of each tensor: those of a gradient say which workers are in it."""
+NUM_STEPS_BETWEEN = 5
+"""Each worker takes so many steps with all servers before the next one is killed: each of them is staged on the backups
+of all parts, behind the copies that those have asked for."""
+LAST_EPOCH = "last-epoch"
+NUM_EPOCHS_AHEAD = 10
+"""The last epoch is so many after the one that workers are at when they are told of it: none has begun it."""
 LIMIT_S = 60.0
 """How long a process may take to be replaced."""
 
 
+class CountSamples(Optimizer):
+    """The values count how often each sample was used. In "sync" mode a gradient is the mean of several workers'."""
+
+    needs_whole_tensors = True
+
+    def compute(self, values: Any, gradient: Any, states: Any, step: int) -> Any:
+        num_workers = np.rint(1.0 / gradient[-NUM_SLOTS:].max())
+        return values + np.rint(gradient * num_workers)
+
+
 def train(folder: Path, mode: str) -> None:
-    """A worker: trains epoch after epoch until there is a file `stop`, and reports to a file of its own."""
+    """A worker: trains up to the epoch in a file `last-epoch`, and says in a file how far it has come."""
     import ronde
-    from ronde.ps import SGD, ParameterServer
+    from ronde.ps import ParameterServer
 
     ronde.init()
-    counts = [np.zeros(NUM_SAMPLES), np.zeros(NUM_SAMPLES)]
-    server = ParameterServer(counts, SGD(lr=1.0), mode=mode, staleness=4)
-    (folder / f"trains-{os.getpid()}").touch()
-    epoch, longest_s = 0, 0.0
+    counts = [np.zeros(TENSOR_SIZE) for _ in range(NUM_TENSORS)]
+    server = ParameterServer(counts, CountSamples(), mode=mode, staleness=4)
+    status = folder / f"worker-{os.getpid()}"
+    slot = int(os.environ["RONDE_WORKER"]) % NUM_SLOTS
+    epoch, longest_s, num_steps, servers = 0, 0.0, 0, server.servers
     while not server.is_finished:
-        for indices in server.samples(NUM_SAMPLES, 20, epoch=epoch):
-            gradient = np.zeros(NUM_SAMPLES)
-            gradient[indices] = -1.0
+        for indices in server.samples(NUM_SAMPLES, 10, epoch=epoch):
+            gradient = np.zeros(TENSOR_SIZE)
+            gradient[indices] = gradient[TENSOR_SIZE - NUM_SLOTS + slot] = 1.0
             begun_s = time.monotonic()
-            server.step([gradient, gradient])
-            longest_s = max(longest_s, time.monotonic() - begun_s)
-            (folder / f"servers-{os.getpid()}").write_text(str(len(server.servers)))
+            server.step([gradient] * NUM_TENSORS)
+            if time.monotonic() - begun_s > longest_s:
+                longest_s = time.monotonic() - begun_s
+                (folder / f"longest-{os.getpid()}").write_text(f"{longest_s:.3f}")
+            if server.servers != servers:
+                num_steps, servers = 0, server.servers
+            num_steps += 1
+            if len(servers) == NUM_SERVERS and num_steps >= NUM_STEPS_BETWEEN:
+                status.write_text(f"{servers}\n{epoch}")
         epoch += 1
-        if (folder / "stop").exists():
+        if (folder / LAST_EPOCH).exists() and epoch > int((folder / LAST_EPOCH).read_text()):
             break
     server.pull()
-    is_exact = bool((counts[0] == counts[0][0]).all() and (counts[0] == counts[1]).all())
-    print(f"exact: {is_exact}, {counts[0][0]:g} epochs, longest step {longest_s:.3f} s", flush=True)
+    is_exact = all(bool((each[:NUM_SAMPLES] == epoch).all()) for each in counts)
+    print(f"exact: {is_exact}, {epoch} epochs", flush=True)
     server.close()
 
 
-def find_processes(driver: int, folder: Path) -> tuple[list[psutil.Process], list[psutil.Process]]:
-    """The servers, and the workers that train."""
+def find_processes(driver: int) -> tuple[list[psutil.Process], list[psutil.Process]]:
+    """The servers and the workers that run."""
     servers, workers = [], []
     for process in psutil.Process(driver).children(recursive=True):
         try:
@@ -66,23 +97,87 @@ def find_processes(driver: int, folder: Path) -> tuple[list[psutil.Process], lis
             continue
         if "ronde.ps.server_process" in command:
             servers.append(process)
-        elif (folder / f"trains-{process.pid}").exists():
+        elif "--folder" in command and "ronde.cli.main" not in command:
             workers.append(process)
     return servers, workers
 
 
-def all_there(driver: int, folder: Path) -> bool:
-    servers, workers = find_processes(driver, folder)
-    if len(servers) < 3 or len(workers) < 2:
-        return False
-    counts = [folder / f"servers-{worker.pid}" for worker in workers]
-    return all(count.exists() and count.read_text() == "3" for count in counts)
+class Job:
+    """A job in one mode, whose processes are killed."""
+
+    def __init__(self, mode: str, folder: Path) -> None:
+        self._folder = folder
+        command = [sys.executable, "-m", "ronde.cli.main", "run", "-np", str(NUM_WORKERS), "--min-np", "1"]
+        command += ["--servers", str(NUM_SERVERS), "--cooldown", "0.01", "0.01", "--no-fold"]
+        command += [sys.executable, __file__, "--mode", mode, "--folder", str(folder)]
+        self._output = (folder / "output").open("w+")
+        self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+        self.killed = {"servers": 0, "workers": 0}
+
+    def kill(self, choose: random.Random) -> None:
+        """Kill a process, or two, when all are there."""
+        victims = self.wait_until_complete()
+        time.sleep(choose.random() * 0.1)
+        kinds = choose.choice((["servers"], ["servers"], ["workers"], ["servers", "workers"]))
+        for each in self._folder.glob("worker-*"):
+            each.unlink(missing_ok=True)
+        for kind in kinds:
+            choose.choice(victims[kind]).send_signal(signal.SIGKILL)
+            self.killed[kind] += 1
+
+    def wait_until_complete(self) -> dict[str, list[psutil.Process]]:
+        begun_s = time.monotonic()
+        while self.process.poll() is None and time.monotonic() - begun_s < LIMIT_S:
+            servers, workers = find_processes(self.process.pid)
+            statuses = [path for each in workers if (path := self._folder / f"worker-{each.pid}").exists()]
+            known = {path.read_text().partition("\n")[0] for path in statuses}
+            if len(servers) == NUM_SERVERS and len(statuses) == NUM_WORKERS and len(known) == 1 and known != {""}:
+                return {"servers": servers, "workers": workers}
+            time.sleep(0.02)
+        raise RuntimeError("not all processes came back")
+
+    def end(self) -> tuple[int, str]:
+        """Let the workers finish. Return the exit code and what was printed."""
+        epochs = [int(path.read_text().partition("\n")[2] or 0) for path in self._folder.glob("worker-*")]
+        number = self._folder / "number"
+        number.write_text(str(max(epochs, default=0) + NUM_EPOCHS_AHEAD))
+        number.rename(self._folder / LAST_EPOCH)
+        try:
+            code = self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGTERM)
+            code = self.process.wait(LIMIT_S) or -1
+        self._output.seek(0)
+        with self._output:
+            return code, self._output.read()
+
+
+def kill_and_count(mode: str, num_kills: int, choose: random.Random) -> bool:
+    """Run one job. Return whether all samples were counted exactly once."""
+    begun_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        job = Job(mode, Path(name))
+        try:
+            while sum(job.killed.values()) < num_kills:
+                job.kill(choose)
+            job.wait_until_complete()
+        except RuntimeError as error:
+            print(f"{error}, after {job.killed}")
+        code, output = job.end()
+        longest = [path.read_text() for path in Path(name).glob("longest-*")]
+    lines = [line for line in output.splitlines() if "exact:" in line]
+    is_exact = not code and bool(lines) and all("exact: True" in line for line in lines)
+    killed = " and ".join(f"{count} {kind}" for kind, count in job.killed.items())
+    print(f"{mode}: killed {killed} in {time.monotonic() - begun_s:.0f} s; exit code {code}")
+    print(f"  longest step of {len(longest)} workers: {max(map(float, filter(None, longest)), default=0.0):.3f} s")
+    print("\n".join(lines) if is_exact else output[-8000:], flush=True)
+    return is_exact and sum(job.killed.values()) >= num_kills
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--mode", default="async")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="how many processes to kill in each mode")
+    parser.add_argument("--mode", default="sync,bounded,dynamic,async")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -90,38 +185,7 @@ def main() -> int:
         train(options.folder, options.mode)
         return 0
     choose = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        command = [sys.executable, "-m", "ronde.cli.main", "run", "-np", "2", "--min-np", "1", "--servers", "3"]
-        command += ["--cooldown", "0.1", "0.1", sys.executable, __file__, "--mode", options.mode, "--folder", name]
-        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        killed = {"server": 0, "worker": 0}
-        try:
-            while sum(killed.values()) < options.kills:
-                begun_s = time.monotonic()
-                while not all_there(job.pid, folder):
-                    if job.poll() is not None or time.monotonic() - begun_s > LIMIT_S:
-                        raise RuntimeError("not all processes came back")
-                    time.sleep(0.05)
-                time.sleep(SETTLE_S + choose.random() * 0.2)
-                servers, workers = find_processes(job.pid, folder)
-                kind = "worker" if choose.random() < 0.25 else "server"
-                victim = choose.choice(servers if kind == "server" else workers)
-                victim.send_signal(signal.SIGKILL)
-                killed[kind] += 1
-                for each in folder.glob("servers-*"):
-                    each.unlink(missing_ok=True)
-        except RuntimeError as error:
-            print(f"{error}, after {killed}")
-        (folder / "stop").touch()
-        out, err = job.communicate(timeout=10 * LIMIT_S)
-        lines = [line for line in out.splitlines() if "exact" in line]
-        print(f"{killed} killed, {options.mode}; exit code {job.returncode}")
-        print("\n".join(lines))
-        if job.returncode or not lines or any("exact: True" not in line for line in lines):
-            print(err[-3000:])
-            return 1
-    return 0
+    return int(not all([kill_and_count(mode, options.kills, choose) for mode in options.mode.split(",")]))
 
 
 if __name__ == "__main__":

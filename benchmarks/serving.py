@@ -5,7 +5,9 @@ fail while replicas are killed.
 
 Both serve the same model (a multilayer perceptron) with one thread per process, to the same clients: wrk for throughput
 and for one client at a time; for the latency at 70 % of what a client of our own can get out of it, one that sends at
-random moments whether or not the replies have come, so that a slow reply is not hidden by fewer requests. The service
+random moments whether or not the replies have come, so that a slow reply is not hidden by fewer requests. It stands for
+clients on other machines, so it goes before the servers where that is allowed (root): otherwise its own wait for a core
+would count as a slow reply. The service
 has a front and two replicas, and the application as many workers as that are processes, and for comparison as many as
 replicas. Rounds take turns, and the median counts. At last a replica is killed every few seconds, under the load of wrk
 and of Triton's client. Needs wrk.
@@ -18,6 +20,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -44,9 +47,9 @@ START_S = 60.0
 TOKEN = "a-token-for-the-benchmark-only"
 
 
-def make_model(path: Path, hidden: int) -> None:
+def make_model(path: Path, hidden: int, num_inputs: int = 784) -> None:
     rng = np.random.default_rng(0)
-    sizes = (784, hidden, hidden, 10)
+    sizes = (num_inputs, hidden, hidden, 10)
     nodes, weights, last = [], [], "x"
     for index, (rows, columns) in enumerate(itertools.pairwise(sizes)):
         values = (rng.standard_normal((rows, columns)) / np.sqrt(rows)).astype(np.float32)
@@ -57,7 +60,7 @@ def make_model(path: Path, hidden: int) -> None:
         if not is_last:
             nodes.append(helper.make_node("Relu", [product], [f"h{index}"]))
             last = f"h{index}"
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 784])]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", num_inputs])]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 10])]
     graph = helper.make_graph(nodes, "mlp", inputs, outputs, weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(path))
@@ -133,6 +136,7 @@ class Connection(asyncio.Protocol):
     """One connection of a client that costs little. All replies are equally long, so only their bytes are counted."""
 
     def __init__(self, num_reply_bytes: int, on_reply: Callable[[Connection, float], None]) -> None:
+        """`on_reply` is told how long a reply took: forever, if the request has failed."""
         self._num_reply_bytes = num_reply_bytes
         self._on_reply = on_reply
         self._num_missing = 0
@@ -147,10 +151,12 @@ class Connection(asyncio.Protocol):
         self.transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        assert not data.startswith(b"HTTP/1.1 ") or data.startswith(b"HTTP/1.1 200"), data
         self._num_missing -= len(data)
-        if self._num_missing <= 0:
-            assert self._num_missing == 0, data
+        is_good = not data.startswith(b"HTTP/1.1 ") or data.startswith(b"HTTP/1.1 200")
+        if not is_good or self._num_missing < 0:
+            self.transport.abort()
+            self._on_reply(self, math.inf)
+        elif not self._num_missing:
             self._on_reply(self, time.perf_counter() - self._due_s)
 
 
@@ -179,6 +185,8 @@ async def find_capacity(port: int, connections: int, seconds: float) -> float:
 
     def on_reply(connection: Connection, latency_s: float) -> None:
         nonlocal count
+        if latency_s == math.inf:
+            return
         count += 1
         if time.perf_counter() < end_s:
             connection.ask(request, 0.0)
@@ -206,7 +214,8 @@ async def send_at_random_moments(port: int, rate: float, seconds: float, seed: i
 
     def on_reply(connection: Connection, latency_s: float) -> None:
         latencies.append(1000 * latency_s)
-        idle.append(connection)
+        if latency_s < math.inf:
+            idle.append(connection)
 
     opened = []
     num_sent = 0
@@ -236,10 +245,13 @@ def run_in_loop(main: Any) -> Any:
     import uvloop
 
     loop = uvloop.new_event_loop()
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
         return loop.run_until_complete(main)
     finally:
         loop.close()
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -258,7 +270,7 @@ def measure(folder: Path, port: int, seconds: float, connections: int, seed: int
         "alone_p50_ms": alone["p50_ms"],
         "load_p50_ms": percentile(latencies, 0.5),
         "load_p99_ms": percentile(latencies, 0.99),
-        "failures": alone["failures"] + many["failures"],
+        "failures": alone["failures"] + many["failures"] + latencies.count(math.inf),
     }
 
 

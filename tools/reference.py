@@ -31,7 +31,7 @@ import ronde.torch
 from ronde.launch.config import launch_options
 from ronde.launch.driver import termination
 from ronde.observe import events, metrics
-from ronde.training import steps
+from ronde.training.gradients import steps
 
 __all__ = ["main", "pages", "public_names"]
 
@@ -439,7 +439,7 @@ def _field_list(kind: type[events.Event]) -> str:
 def state_machines_page() -> Iterator[str]:
     yield f"# State machines\n\n{GENERATED}"
     yield "\nThe diagrams are made from the tables in the code. An event that a state does not list changes nothing."
-    yield "\n## A training step\n\n`training/steps`; [Gradients](gradients.md) explains the states.\n"
+    yield "\n## A training step\n\n`training/gradients/steps`; [Gradients](gradients.md) explains the states.\n"
     yield from _diagram((old, event, new) for old, row in steps.TRANSITIONS.items() for event, new in row.items())
     yield "\n## The end of a job\n\n`launch/driver/termination`; [Launching](launching.md) explains the stages.\n"
     yield from _diagram((old, event, new) for (old, event), new in termination.TRANSITIONS.items())

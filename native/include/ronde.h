@@ -413,7 +413,7 @@ typedef struct rd_message {
 
 /* What a receive of any size got, or the sender's description after a mismatch. */
 typedef struct rd_received {
-  void* block; /* header and data in one piece of memory, which the caller frees with rd_free_received; or null */
+  void* block; /* what the caller frees with rd_free_received when it needs the data no longer; or null */
   void* data;
   uint64_t bytes;
   const void* header; /* valid until the next call of rd_take_received in this thread */
@@ -444,6 +444,10 @@ int rd_message_done(rd_endpoint endpoint, uint64_t work);
 /* Hands over what the last rd_run_message or rd_wait_message of this thread has received, once. */
 rd_status rd_take_received(rd_received* received);
 void rd_free_received(void* block);
+
+/* Returns memory from where received messages get theirs, or null: what was freed is kept for a while, so that large
+ * arrays need no new pages each time. Freed with rd_free_received. */
+void* rd_allocate_memory(uint64_t bytes);
 
 /* Ends all messages to and from this rank: it is gone. What it had sent can still be received. */
 void rd_lose_peer(rd_endpoint endpoint, uint32_t peer);

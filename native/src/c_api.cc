@@ -8,9 +8,9 @@
 #include <unordered_map>
 
 #include "base/fork.h"
-#include "base/guarded.h"
+#include "base/exception_boundary.h"
 #include "base/python_signals.h"
-#include "base/waiting.h"
+#include "base/forbid_waiting.h"
 #include "channel.h"
 #include "optimizer/optimizer.h"
 #include "reduce/reduce.h"

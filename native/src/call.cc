@@ -8,7 +8,7 @@
 #include "base/fork.h"
 #include "base/futex.h"
 #include "base/python_signals.h"
-#include "base/waiting.h"
+#include "base/forbid_waiting.h"
 
 namespace ronde {
 

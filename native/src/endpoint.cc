@@ -23,7 +23,8 @@ namespace {
 constexpr int64_t kHandlersNs = 50'000'000;  // how often a caller lets Python run its signal handlers
 constexpr int64_t kLongSleepNs = 3600'000'000'000;
 constexpr int kTickMs = 1;              // how often the thread looks whether callers still move the bytes
-constexpr uint32_t kThreadSpins = 200;  // of the thread, before it sleeps
+constexpr uint32_t kThreadSpins = 200;  // of a caller in the background, and of the thread if there are sockets
+constexpr uint32_t kMemorySpins = 20;   // of the thread without sockets: a caller that waits has spun before
 // A spinning caller asks the kernel once in so many spins: for bytes, when a link is a socket; or else for its end.
 constexpr uint32_t kSocketInterval = 2;
 constexpr uint32_t kWakeupInterval = 500;
@@ -64,6 +65,7 @@ Message::Message(const rd_message& params, uint32_t num_ranks, const Deadline& d
       flags(params.flags),
       signature(params.signature),
       window_bytes(params.window_bytes),
+      has_header(params.header != nullptr),
       description(text_of(params)),
       header(params.header == nullptr ? description
                                       : std::string(static_cast<const char*>(params.header), params.header_bytes)),
@@ -117,6 +119,18 @@ void Endpoint::add_link(uint32_t peer, bool opened_here, FileDescriptor socket, 
 
 // --- messages of this rank -------------------------------------------------------------------------------------------
 
+// Copies the data of a message into the memory of its link, if that can be done, without the mutex.
+void Endpoint::place(const MessagePtr& message) {
+  if (!message->may_be_placed()) return;
+  {
+    Lock lock(mutex_);
+    Peer& peer = peers_[uint32_t(message->peer)];
+    if (closed_ || peer.lost || peer.outgoing == nullptr) return;
+    message->placed = peer.outgoing->link.place(message->bytes);
+  }
+  if (message->placed != nullptr) std::memcpy(message->placed->data(), message->data, message->bytes);
+}
+
 void Endpoint::start(const MessagePtr& message) {
   int64_t now = now_ns();
   message->result.start_ns = message->result.ready_ns = now;
@@ -163,7 +177,7 @@ void Endpoint::deliver_to_self(const MessagePtr& message) {
   auto arrival = std::make_shared<Arrival>();
   arrival->source = rank_;
   arrival->frame = {Frame::kMessage,    message->flags,         message->context, message->tag,
-                    message->signature, message->header.size(), message->bytes};
+                    message->signature, message->header.size(), message->bytes,   0};
   arrival->header = message->header;
   if (!begin_arrival(arrival)) return finish(message, RD_SYSTEM, message->peer, ENOMEM);
   if (arrival->target != nullptr && message->bytes > 0) std::memcpy(arrival->target, message->data, message->bytes);
@@ -298,24 +312,27 @@ bool Endpoint::withdraw_send(const MessagePtr& message) {
   params.window_bytes = message->window_bytes;
   params.header = message->header.data();
   params.header_bytes = message->header.size();
-  MessageMemory copy(allocate_message_memory(message->bytes));
+  bool is_placed = message->placed != nullptr;
+  MessageMemory copy(allocate_message_memory(is_placed ? 0 : message->bytes));
   if (copy == nullptr) {
     lose_peer_locked(uint32_t(message->peer), ENOMEM);
     return false;
   }
   uint64_t ahead = sizeof(Frame) + message->header.size();
   uint64_t sent = outgoing.position > ahead ? outgoing.position - ahead : 0;
-  if (message->bytes > sent) std::memcpy(copy.get() + sent, message->data + sent, message->bytes - sent);
+  if (!is_placed && message->bytes > sent) std::memcpy(copy.get() + sent, message->data + sent, message->bytes - sent);
   params.data = copy.get();
   params.bytes = message->bytes;
   *queued = std::make_shared<Message>(params, num_ranks(), message->deadline);
   (*queued)->own_data = std::move(copy);
+  (*queued)->placed = std::move(message->placed);
   return false;
 }
 
 // --- waiting ---------------------------------------------------------------------------------------------------------
 
 void Endpoint::run(const MessagePtr& message) {
+  place(message);
   Lock lock(mutex_);
   start(message);
   if (message->finished.load() != 0) return;
@@ -331,6 +348,7 @@ void Endpoint::run(const MessagePtr& message) {
 }
 
 void Endpoint::submit(const MessagePtr& message) {
+  place(message);
   Lock lock(mutex_);
   start(message);
   if (message->finished.load() != 0) return;
@@ -543,10 +561,11 @@ void Endpoint::thread_loop() {
       spins = 0;
       continue;
     }
-    bool moved = progress(true);
+    bool has_sockets = num_sockets_ > 0;
+    bool moved = progress(has_sockets || spins == 0);  // the kernel also has the bytes that have woken this side
     int64_t next_deadline_ns = expire_deadlines(now_ns());
     if (moved) spins = 0;
-    if (moved || spins++ < kThreadSpins || !prepare_sleep()) {
+    if (moved || spins++ < (has_sockets ? kThreadSpins : kMemorySpins) || !prepare_sleep()) {
       lock.unlock();
       moved ? void(sched_yield()) : pause(policy_, spins);
       lock.lock();

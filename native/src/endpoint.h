@@ -44,11 +44,14 @@ inline uint64_t message_cost(uint64_t bytes, uint64_t header_bytes) { return byt
 // One send or receive of this rank, from its start to its end.
 struct Message {
   using DeadlineList = std::multimap<int64_t, std::shared_ptr<Message>>;
+  static constexpr uint64_t kMinPlacedBytes = 32 * 1024;  // what is smaller is copied through a FIFO at once
 
   // Copies the caller's rd_message. Throws CallError{RD_BAD_CALL}.
   Message(const rd_message& params, uint32_t num_ranks, const Deadline& deadline);
 
   bool has_flag(uint32_t flag) const { return (flags & flag) != 0; }
+  // Whether its data may lie in the memory of a link: it is for a receive of any size, which can use it there.
+  bool may_be_placed() const { return kind == RD_SEND && has_header && bytes >= kMinPlacedBytes; }
   uint64_t cost() const;  // bytes that count as outstanding
 
   // What the caller asked for, as in rd_message.
@@ -59,6 +62,7 @@ struct Message {
   const uint32_t flags;
   const uint64_t signature;
   const uint64_t window_bytes;
+  const bool has_header;
   const std::string description;
   const std::string header;  // of a send: what travels ahead of the data
   char* data;
@@ -69,12 +73,14 @@ struct Message {
   std::atomic<uint32_t> finished{0};  // futex word
   rd_result result{};
   MessageMemory block;          // of a receive of any size: the header, and behind it the data
-  uint64_t received_bytes = 0;  // of the data
+  char* received_data = nullptr;
+  uint64_t received_bytes = 0;
   std::string received_header;  // of a receive of any size, and after a mismatch
 
   // For the endpoint, guarded by its mutex.
   uint32_t num_sleepers = 0;
   MessageMemory own_data;                              // of a send whose caller no longer waits
+  std::shared_ptr<PlacedData> placed;                  // of a send whose data is in the memory of the link already
   std::optional<DeadlineList::iterator> in_deadlines;  // of a submitted message
 };
 
@@ -120,7 +126,7 @@ class Endpoint {
   using MessagePtr = std::shared_ptr<Message>;
 
   struct Frame {
-    enum Kind : uint32_t { kMessage = 1, kGoodbye = 2 };
+    enum Kind : uint32_t { kMessage = 1, kGoodbye = 2, kPlacedMessage = 3 };
     uint32_t kind;
     uint32_t flags;
     uint64_t context;
@@ -128,6 +134,7 @@ class Endpoint {
     uint64_t signature;
     uint64_t header_bytes;
     uint64_t bytes;
+    uint64_t place;  // of a kPlacedMessage: where its data is in the memory of the link
   };
 
   // What a receiver sends back: so many bytes of a context are no longer outstanding.
@@ -144,6 +151,7 @@ class Endpoint {
     uint64_t received = 0;
     char* target = nullptr;   // where the data goes, and what has been received is; null when it is thrown away
     MessageMemory block;      // the header and the data, unless the data goes into the receiver's memory
+    std::shared_ptr<PlacedData> placed;  // the data, if it is in the memory of the link
     MessagePtr receive;       // the receive that it was matched with, if any
     bool unexpected = false;  // whether it is among the unexpected ones of its tag
 
@@ -152,6 +160,7 @@ class Endpoint {
     void drop_data() {
       target = nullptr;
       block = nullptr;
+      placed = nullptr;
     }
   };
   using ArrivalPtr = std::shared_ptr<Arrival>;
@@ -226,6 +235,7 @@ class Endpoint {
   static constexpr uint64_t kMaxBytes = uint64_t(1) << 50;
   static constexpr uint64_t kBudgetBytes = 1 << 20;  // moved on one link before others get their turn
 
+  void place(const MessagePtr& message);
   void start(const MessagePtr& message);
   void start_send(const MessagePtr& message);
   void start_receive(const MessagePtr& message);

@@ -3,8 +3,8 @@
 #include <unordered_map>
 
 #include "base/fork.h"
-#include "base/guarded.h"
-#include "base/waiting.h"
+#include "base/exception_boundary.h"
+#include "base/forbid_waiting.h"
 #include "endpoint.h"
 
 #define RD_API extern "C" __attribute__((visibility("default")))
@@ -148,12 +148,14 @@ RD_API rd_status rd_take_received(rd_received* received) {
   received->header_bytes = last_header.size();
   if (message->block == nullptr) return RD_OK;
   received->bytes = message->received_bytes;
-  received->data = message->block.get() + Endpoint::block_offset(last_header.size());
+  received->data = message->received_data;
   received->block = message->block.release();
   return RD_OK;
 }
 
 RD_API void rd_free_received(void* block) { ronde::free_message_memory(block); }
+
+RD_API void* rd_allocate_memory(uint64_t bytes) { return ronde::allocate_message_memory(bytes); }
 
 RD_API void rd_lose_peer(rd_endpoint endpoint, uint32_t peer) {
   if (auto open = find(endpoint)) open->endpoint.lose_peer(peer);

@@ -65,8 +65,15 @@ bool Endpoint::write(OutgoingLink& outgoing) {
   while (!outgoing.queue.empty() && moved < kBudgetBytes) {
     MessagePtr message = outgoing.queue.front();
     if (outgoing.position == 0) {
-      outgoing.frame = {Frame::kMessage,    message->flags,         message->context, message->tag,
-                        message->signature, message->header.size(), message->bytes};
+      bool is_placed = message->placed != nullptr;
+      outgoing.frame = {is_placed ? Frame::kPlacedMessage : Frame::kMessage,
+                        message->flags,
+                        message->context,
+                        message->tag,
+                        message->signature,
+                        message->header.size(),
+                        message->bytes,
+                        is_placed ? message->placed->offset() : 0};
       message->result.ready_ns = now_ns();
     }
     uint64_t before = outgoing.position;
@@ -80,13 +87,18 @@ bool Endpoint::write(OutgoingLink& outgoing) {
     };
     add(&outgoing.frame, sizeof(Frame));
     add(message->header.data(), message->header.size());
-    add(message->data, message->bytes);
-    uint64_t total = sizeof(Frame) + message->header.size() + message->bytes;
+    uint64_t bytes = message->placed == nullptr ? message->bytes : 0;
+    add(message->data, bytes);
+    uint64_t total = sizeof(Frame) + message->header.size() + bytes;
     outgoing.position += outgoing.link.try_send(pieces, num_pieces);
     moved += outgoing.position - before;
     if (outgoing.position < total) break;
     outgoing.queue.pop_front();
     outgoing.position = 0;
+    if (message->placed != nullptr) {
+      message->placed->hand_over();
+      message->placed = nullptr;
+    }
     finish(message, RD_OK, message->peer);
   }
   if (outgoing.queue.empty() && outgoing.says_goodbye && !outgoing.goodbye_sent) {
@@ -145,8 +157,9 @@ bool Endpoint::read(uint32_t peer) {
       received = incoming.link.try_receive(frame + incoming.frame_bytes, sizeof(Frame) - incoming.frame_bytes);
       incoming.frame_bytes += received;
       if (incoming.frame_bytes == sizeof(Frame)) {
-        bool valid = incoming.frame.kind == Frame::kMessage && incoming.frame.header_bytes <= kMaxHeaderBytes &&
-                     incoming.frame.bytes <= kMaxBytes;
+        bool is_message = incoming.frame.kind == Frame::kMessage || incoming.frame.kind == Frame::kPlacedMessage;
+        bool valid =
+            is_message && incoming.frame.header_bytes <= kMaxHeaderBytes && incoming.frame.bytes <= kMaxBytes;
         if (!valid) {
           incoming.end(incoming.frame.kind == Frame::kGoodbye ? 0 : EPROTO);
           return true;
@@ -168,6 +181,15 @@ bool Endpoint::read(uint32_t peer) {
       arrival->header = std::move(incoming.header);
       incoming.header.clear();
       incoming.frame_bytes = incoming.header_bytes = 0;
+      if (arrival->frame.kind == Frame::kPlacedMessage) {
+        arrival->placed = incoming.link.find_placed(arrival->frame.place, arrival->frame.bytes);
+        if (arrival->placed == nullptr) {
+          incoming.end(EPROTO);
+          return true;
+        }
+        arrival->target = arrival->placed->data();
+        arrival->received = arrival->frame.bytes;
+      }
       if (!begin_arrival(arrival)) {
         incoming.end(ENOMEM);
         return true;
@@ -328,10 +350,15 @@ bool Endpoint::begin_arrival(const ArrivalPtr& arrival) {
 // Lets a message have memory of its own, with what has been received of it. Returns false when there is none.
 bool Endpoint::allocate_block(Arrival& arrival) {
   if (arrival.block != nullptr) return true;
-  MessageMemory block(allocate_message_memory(block_offset(arrival.frame.header_bytes) + arrival.frame.bytes));
+  uint64_t data_bytes = arrival.placed == nullptr ? arrival.frame.bytes : 0;
+  MessageMemory block(allocate_message_memory(block_offset(arrival.frame.header_bytes) + data_bytes));
   if (block == nullptr) return false;
   std::memcpy(block.get(), arrival.header.data(), arrival.header.size());
   arrival.block = std::move(block);
+  if (arrival.placed != nullptr) {
+    keep_with_message_memory(arrival.block.get(), std::move(arrival.placed));
+    return true;
+  }
   if (arrival.received > 0) std::memcpy(arrival.block_data(), arrival.target, arrival.received);
   arrival.target = arrival.block_data();
   return true;
@@ -355,6 +382,7 @@ bool Endpoint::match(const ArrivalPtr& arrival, const MessagePtr& receive) {
     if (arrival->received > 0) std::memmove(receive->data, arrival->target, arrival->received);
     arrival->target = receive->data;
     arrival->block = nullptr;
+    arrival->placed = nullptr;
   }
   arrival->receive = receive;
   return true;
@@ -369,6 +397,7 @@ void Endpoint::complete(const ArrivalPtr& arrival) {
   receive->received_bytes = arrival->frame.bytes;
   if (receive->has_flag(RD_ANY_SIZE)) {
     receive->received_header = std::move(arrival->header);
+    receive->received_data = arrival->target;
     receive->block = std::move(arrival->block);
   }
   finish(receive, RD_OK, int(arrival->source));

@@ -12,11 +12,12 @@ namespace {
 
 constexpr uint64_t kLine = 64;
 constexpr uint64_t kMinKeptBytes = 64 * 1024;  // what is smaller costs little to allocate
-constexpr uint64_t kMaxKeptBytes = 64 << 20;   // of all blocks together
+constexpr uint64_t kMaxKeptBytes = 256 << 20;  // of all blocks together
 
-// Ahead of every block is its size, in a cache line of its own.
+// Ahead of every block is its size, in a cache line of its own, and what is kept with it.
 struct alignas(kLine) BlockHeader {
   uint64_t bytes;
+  std::shared_ptr<void>* kept;
 };
 
 // The fork mutex guards it, so that a forked child can free what it inherited. Never destroyed: arrays that use the
@@ -49,12 +50,19 @@ char* allocate_message_memory(uint64_t bytes) {
   auto* block = static_cast<BlockHeader*>(std::aligned_alloc(kLine, sizeof(BlockHeader) + bytes));
   if (block == nullptr) return nullptr;
   block->bytes = bytes;
+  block->kept = nullptr;
   return reinterpret_cast<char*>(block + 1);
+}
+
+void keep_with_message_memory(char* memory, std::shared_ptr<void> kept) {
+  (reinterpret_cast<BlockHeader*>(memory) - 1)->kept = new std::shared_ptr<void>(std::move(kept));
 }
 
 void free_message_memory(void* memory) {
   if (memory == nullptr) return;
   BlockHeader* block = static_cast<BlockHeader*>(memory) - 1;
+  delete block->kept;
+  block->kept = nullptr;
   if (block->bytes < kMinKeptBytes || block->bytes > kMaxKeptBytes) return std::free(block);
   std::lock_guard<std::mutex> lock(fork_mutex());
   KeptBlocks& kept = kept_blocks();

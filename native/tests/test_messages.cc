@@ -290,12 +290,56 @@ TEST(a_receive_of_any_size_gets_the_header_and_new_memory) {
         CHECK_EQ(got->result.member, from);
         CHECK_EQ(got->received_bytes, bytes);
         CHECK_EQ(got->received_header, header);
-        const char* received = got->block.get() + Endpoint::block_offset(header.size());
+        const char* received = got->received_data;
         CHECK(std::all_of(received, received + bytes, [](char value) { return value == 9; }));
         CHECK(all[uint32_t(from)].wait(sending, Deadline(60)));
       }
     }
   }
+}
+
+TEST(received_data_stays_until_it_is_freed_however_much_there_is_and_when_its_sender_is_gone) {
+  Ranks all({0, 0});
+  constexpr uint64_t kBytes = ronde::LinkMemory::kAreaBytes / 5 * 2;  // two fit into the memory of the link
+  std::vector<char> data(kBytes);
+  auto send_and_receive = [&](char value) {
+    data[0] = data[kBytes - 1] = value;
+    rd_message sent = make(RD_SEND, 1, 0, data.data(), kBytes);
+    sent.header = "h";
+    sent.header_bytes = 1;
+    auto sending = submit(all[0], sent);
+    rd_message wanted = make(RD_RECEIVE, RD_ANY_SOURCE, 0, nullptr, 0);
+    wanted.flags = RD_ANY_SIZE;
+    auto got = run(all[1], wanted);
+    CHECK_EQ(got->result.status, int(RD_OK));
+    CHECK(all[0].wait(sending, Deadline(60)));
+    return got;
+  };
+  auto holds = [&](const std::shared_ptr<Message>& got, char value) {
+    return got->received_bytes == kBytes && got->received_data[0] == value && got->received_data[kBytes - 1] == value;
+  };
+  std::vector<std::shared_ptr<Message>> kept;
+  for (char value = 1; value <= 4; ++value) kept.push_back(send_and_receive(value));
+  const char* freed = kept[1]->received_data;
+  kept[1] = nullptr;
+  kept.push_back(send_and_receive(5));
+  CHECK(kept[4]->received_data == freed);
+  all.destroy(0);
+  for (size_t i : {0, 2, 3, 4}) CHECK(holds(kept[i], char(i + 1)));
+  all.destroy(1);
+  CHECK(holds(kept[0], 1));
+}
+
+TEST(data_in_the_memory_of_a_link_is_copied_for_a_receive_of_its_size) {
+  Ranks all({0, 0});
+  std::vector<char> data(1'000'000, 7), received(data.size());
+  rd_message sent = make(RD_SEND, 1, 0, data.data(), data.size());
+  sent.header = "h";
+  sent.header_bytes = 1;
+  auto sending = submit(all[0], sent);
+  CHECK_EQ(run(all[1], make(RD_RECEIVE, 0, 0, received.data(), received.size()))->result.status, int(RD_OK));
+  CHECK(received == data);
+  CHECK(all[0].wait(sending, Deadline(60)));
 }
 
 TEST(an_expected_message_without_a_receive_is_dropped) {
@@ -435,7 +479,7 @@ TEST(memory_of_messages_is_kept_for_the_next_ones) {
   using ronde::free_message_memory;
   free_message_memory(nullptr);
   std::vector<char*> many;  // more than is kept, so that nothing of other tests is
-  for (int i = 0; i < 20; ++i) many.push_back(allocate_message_memory(10'000'000));
+  for (int i = 0; i < 60; ++i) many.push_back(allocate_message_memory(10'000'000));
   for (char* memory : many) free_message_memory(memory);
   for (uint64_t bytes : {uint64_t(0), uint64_t(1), uint64_t(100'000), uint64_t(3'000'000)}) {
     char* first = allocate_message_memory(bytes);

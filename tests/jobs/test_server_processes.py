@@ -15,7 +15,7 @@ from ronde.errors import CheckpointError
 from ronde.launch.config import make_launch_config
 from ronde.launch.server_processes import place_servers
 from ronde.ps import load_checkpoint
-from tests.jobs.kit import ROOT, RondeRun, ask, run, script
+from tests.jobs.kit import ROOT, RondeRun, SshHosts, ask, needs_hosts, run, script
 from tests.limits import LONG_S, promised_s
 from tests.services import needs
 
@@ -28,6 +28,11 @@ def servers_of(job: RondeRun) -> list[psutil.Process]:
     """The server processes that run, the oldest first."""
     found = [each for each in job.processes() if "ronde.ps.server_process" in " ".join(each.cmdline())]
     return sorted(found, key=lambda process: process.create_time())
+
+
+def train(folder: Path, *options: str) -> list[str]:
+    """The command of a worker."""
+    return script("server_processes", "--folder", str(folder), *options)
 
 
 def read_until(job: RondeRun, text: str) -> str:
@@ -43,9 +48,9 @@ def check_exact(output: str, num_workers: int, limit_s: float) -> None:
     assert max(map(float, re.findall(r"longest step ([\d.]+) s", output))) < limit_s, output
 
 
-def test_killed_server_processes_are_replaced_one_after_the_other() -> None:
+def test_killed_server_processes_are_replaced_one_after_the_other(tmp_path: Path) -> None:
     """In a job whose number of ranks is fixed. Workers wait for a second at most, and `ronde top` shows the servers."""
-    command = ["-np", "2", "--servers", "2", "--no-fold", "--name", "servers", *script("server_processes")]
+    command = ["-np", "2", "--servers", "2", "--no-fold", "--name", "servers", *train(tmp_path)]
     with RondeRun(*command) as job:
         seen = "".join(read_until(job, "servers") for _ in range(2))
         assert seen.count(f"of 2, servers ({FIRST}, {FIRST + 1})") == 2, seen
@@ -61,11 +66,30 @@ def test_killed_server_processes_are_replaced_one_after_the_other() -> None:
         assert f"server {index} on host localhost killed by signal 9 (SIGKILL); another one is started" in result.err
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_server_process_that_was_stopped_is_refused_when_it_wakes_and_comes_back_as_another_one(
+    tmp_path: Path, victim: int
+) -> None:
+    """The first is the sequencer. Both are primaries of parts; the other one goes on alone within a second after it
+    was missed for one, and has a backup again when the first has waked."""
+    options = ["--stopped", "--suspect-s", str(promised_s(1.0)), "--mode", ["async", "bounded"][victim]]
+    with RondeRun("-np", "2", "--servers", "2", "--no-fold", *train(tmp_path, *options)) as job:
+        seen = "".join(read_until(job, "servers") for _ in range(2))
+        assert seen.count(f"of 2, servers ({FIRST}, {FIRST + 1})") == 2, seen
+        stopped = servers_of(job)[victim]
+        stopped.suspend()
+        seen += "".join(read_until(job, f"servers ({FIRST + 1 - victim},)") for _ in range(2))
+        stopped.resume()
+        result = job.result(LONG_S)
+    assert result.code == 0, result
+    check_exact(seen + result.out, 2, 2 * promised_s(1.0))
+
+
 @pytest.mark.parametrize("mode", ["bounded", "async"])
 def test_workers_and_servers_that_are_killed_are_replaced_while_others_train(tmp_path: Path, mode: str) -> None:
     """In an elastic job. What is started in the place of a lost worker trains with the others."""
     options = ["-np", "2", "--min-np", "1", "--servers", "2", "--no-fold"]
-    with RondeRun(*options, *script("server_processes", "--mode", mode, "--came", str(tmp_path / "came"))) as job:
+    with RondeRun(*options, *train(tmp_path, "--mode", mode, "--dies")) as job:
         seen = read_until(job, "worker 2 is rank")
         servers_of(job)[0].send_signal(signal.SIGKILL)
         seen += read_until(job, f"servers ({FIRST + 1}, {FIRST + 2})")
@@ -79,7 +103,7 @@ def test_workers_and_servers_that_are_killed_are_replaced_while_others_train(tmp
 def test_a_checkpoint_that_servers_have_written_is_restored_on_another_number_of_servers(tmp_path: Path) -> None:
     options = ["--epochs", "1", "--checkpoint", str(tmp_path / "checkpoints")]
     for num_servers, num_times in ((2, 1), (3, 2)):
-        done = run("-np", "2", "--servers", str(num_servers), *script("server_processes", *options), limit_s=LONG_S)
+        done = run("-np", "2", "--servers", str(num_servers), *train(tmp_path, *options), limit_s=LONG_S)
         assert done.code == 0, done
         assert f"saved version {60 * num_times}, each sample {num_times} times: True" in done.out, done
     folders = sorted((tmp_path / "checkpoints").iterdir())
@@ -91,6 +115,22 @@ def test_a_checkpoint_that_servers_have_written_is_restored_on_another_number_of
         load_checkpoint(tmp_path / "checkpoints")
     (folders[1] / "manifest.json").unlink()  # as if the save had not ended
     assert load_checkpoint(tmp_path / "checkpoints")["version"] == 60
+
+
+@needs_hosts
+def test_servers_on_a_host_of_their_own_are_started_and_replaced_over_ssh(hosts: SshHosts, tmp_path: Path) -> None:
+    a, b, _ = hosts.addresses
+    with hosts.start("-H", f"{a}:2,{b}:2+servers", "--no-fold", *train(tmp_path)) as job:
+        seen = "".join(read_until(job, f"of 2, servers ({FIRST}, {FIRST + 1})") for _ in range(2))
+        for index in (0, 1):
+            found = [each for each in hosts.processes(1) if "ronde.ps.server_process" in " ".join(each.cmdline())]
+            assert len(found) == 2
+            min(found, key=lambda process: process.create_time()).kill()
+            seen += read_until(job, f"servers ({FIRST + 1 + index}, {FIRST + 2 + index})")
+        result = job.result(LONG_S)
+    assert result.code == 0, result
+    assert f"server 0 on host {b} killed by signal 9 (SIGKILL)" in result.err, result.err
+    check_exact(seen + result.out, 2, promised_s(1.0))
 
 
 @needs("TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it")

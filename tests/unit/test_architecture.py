@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("observe",),
     ("settings",),
     ("text",),
+    ("exit_codes",),
     ("types",),
     ("errors",),
     ("version",),

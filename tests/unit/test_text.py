@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ronde.exit_codes import describe_exit_code, shell_exit_code
 from ronde.text import (
-    describe_exit_code,
     format_bytes,
     format_compact_number,
     format_count,
@@ -22,7 +22,6 @@ from ronde.text import (
     format_rank_answers,
     format_rank_ranges,
     format_ranks,
-    shell_exit_code,
     shorten,
 )
 

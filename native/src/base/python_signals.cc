@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "base/waiting.h"
+#include "base/forbid_waiting.h"
 
 namespace ronde {
 

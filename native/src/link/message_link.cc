@@ -1,33 +1,30 @@
 #include "link/message_link.h"
 
-#include <sys/mman.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 
-#include "base/fork.h"
-
 namespace ronde {
 
 MessageLink::MessageLink(FileDescriptor socket, int memory, bool opened_here)
     : socket_(std::move(socket)), own_side_(opened_here ? 0 : 1) {
   if (memory < 0) return;
-  void* base = mmap(nullptr, sizeof(LinkMemory), PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
-  if (base == MAP_FAILED) throw CallError{RD_SYSTEM, -1, errno};
-  try {
-    own_mapping(base, sizeof(LinkMemory), memory);
-  } catch (const CallError&) {
-    munmap(base, sizeof(LinkMemory));
-    throw;
-  }
-  memory_ = static_cast<LinkMemory*>(base);
+  mapping_ = std::make_shared<LinkMapping>(memory);
+  memory_ = mapping_->memory();
 }
 
 MessageLink::~MessageLink() {
   shutdown(socket_.get(), SHUT_RDWR);  // a child process may have a copy of the socket, so closing it is not enough
-  if (memory_ != nullptr) unmap(memory_, sizeof(LinkMemory));
+}
+
+std::shared_ptr<PlacedData> MessageLink::place(uint64_t bytes) {
+  return memory_ == nullptr || closed_ ? nullptr : placement_area_.place(mapping_, bytes);
+}
+
+std::shared_ptr<PlacedData> MessageLink::find_placed(uint64_t offset, uint64_t bytes) const {
+  return ronde::find_placed(mapping_, offset, bytes);
 }
 
 void MessageLink::set_closed(int error) {

@@ -8,6 +8,8 @@
 //
 // So either the sleeper sees the moved bytes, or the mover sees the sleeper. A socket that ends tells that the other
 // side has closed the link or died; what is still in the FIFO can be read after that.
+//
+// The memory also has an area for data that is too large for a FIFO (placed_data.h).
 #pragma once
 
 #include <sys/uio.h>
@@ -16,6 +18,7 @@
 #include <memory>
 
 #include "base/file_descriptor.h"
+#include "link/placed_data.h"
 #include "link/shared_memory.h"
 
 namespace ronde {
@@ -24,6 +27,7 @@ struct LinkMemory {
   // Where ranks share cores, every time that a FIFO is full the scheduler has to change to the other rank: a large FIFO
   // for the messages, and a small one for what comes back.
   static constexpr uint64_t kMessageBytes = 512 * 1024, kReportBytes = 16 * 1024;
+  static constexpr uint64_t kAreaBytes = 128 * 1024 * 1024;  // what is never used of it costs nothing
 
   // What one rank writes, and whether it sleeps.
   struct alignas(64) Side {
@@ -34,6 +38,7 @@ struct LinkMemory {
   Side sides[2];  // of the rank that opened the link, and of the other
   alignas(64) char messages[kMessageBytes];
   alignas(64) char reports[kReportBytes];
+  alignas(64) char area[kAreaBytes];  // for data of the rank that opened the link
 
   char* data(int side) { return side == 0 ? messages : reports; }
   static uint64_t capacity(int side) { return side == 0 ? kMessageBytes : kReportBytes; }
@@ -53,6 +58,10 @@ class MessageLink {
   size_t try_receive(char* buffer, size_t bytes);
 
   bool is_shared_memory() const { return memory_ != nullptr; }
+  // A place for data that this side sends; null when there is none.
+  std::shared_ptr<PlacedData> place(uint64_t bytes);
+  // What the other side has placed, of which it has sent the offset; null if that cannot be.
+  std::shared_ptr<PlacedData> find_placed(uint64_t offset, uint64_t bytes) const;
   bool has_input() const;  // whether bytes can be received without asking the kernel
   // Whether the other side has ended the link. Bytes that it sent before may still be there to receive.
   bool closed() const { return closed_; }
@@ -79,7 +88,9 @@ class MessageLink {
   static constexpr size_t kInputBytes = 64 * 1024;
 
   FileDescriptor socket_;
+  std::shared_ptr<LinkMapping> mapping_;
   LinkMemory* memory_ = nullptr;
+  PlacementArea placement_area_;
   int own_side_;
   bool closed_ = false;
   int error_ = 0;

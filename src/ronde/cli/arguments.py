@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ronde.text import USAGE_ERROR_CODE
+from ronde.exit_codes import USAGE_ERROR_CODE
 
 
 class Command(NamedTuple):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ronde.cli.arguments import Command, CommandParser, list_commands, run_command
-from ronde.text import INTERRUPTED_CODE
+from ronde.exit_codes import INTERRUPTED_CODE
 
 COMMANDS = {
     "run": Command("ronde.cli.run:run", "Start a command as the ranks of one job, here or on many hosts."),

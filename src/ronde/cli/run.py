@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ronde.cli.arguments import CommandParser, print_error
 from ronde.errors import RondeError
+from ronde.exit_codes import INTERRUPTED_CODE
 from ronde.launch.config import LaunchConfig, LaunchOption, launch_options, make_launch_config
-from ronde.text import INTERRUPTED_CODE
 
 if TYPE_CHECKING:
     from ronde.launch.driver.host_source import HostSource

@@ -14,9 +14,10 @@ import msgspec
 from ronde.cli.arguments import CommandParser, number, print_error, whole_number
 from ronde.cli.run import add_launch_option
 from ronde.errors import RondeError
+from ronde.exit_codes import INTERRUPTED_CODE
 from ronde.launch.config import launch_options, make_launch_config, read_section
 from ronde.launch.job import Job
-from ronde.text import INTERRUPTED_CODE, format_compact_number, format_count, format_duration
+from ronde.text import format_compact_number, format_count, format_duration
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,7 +11,7 @@ import msgspec
 from ronde.cli.arguments import CommandParser, print_error, whole_number
 from ronde.cli.arguments import number as number_type
 from ronde.errors import RondeError
-from ronde.text import INTERRUPTED_CODE
+from ronde.exit_codes import INTERRUPTED_CODE
 
 DESCRIPTION = """Serve a model over HTTP, with the Open Inference Protocol (v2).
 

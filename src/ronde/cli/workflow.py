@@ -25,8 +25,9 @@ import msgspec
 
 from ronde.cli.arguments import CommandParser, print_error
 from ronde.errors import RondeError
+from ronde.exit_codes import INTERRUPTED_CODE, shell_exit_code
 from ronde.launch.config import read_config, read_section, read_sections
-from ronde.text import INTERRUPTED_CODE, format_duration, shell_exit_code, shorten
+from ronde.text import format_duration, shorten
 
 DESCRIPTION = """Carry out the sections of a job file: data, search, run, export, predict.
 

@@ -9,6 +9,6 @@ call, channel, open_channels what a channel executes; the calls under way on one
 plan                         buckets that are agreed once
 named_operations             operations that are matched by name
 control_thread, telemetry    the thread that talks to the coordinator, and what it reports
-reentry                      refuses forked children, and operations inside of operations
+fork_and_signal_safety       refuses forked children, and operations inside of operations
 backends/                    what moves the bytes: native (C++), mpi, single_rank
 """

@@ -29,7 +29,7 @@ from ronde.comm.backends.base import (
 )
 from ronde.comm.buffers import Array
 from ronde.comm.call import AnnouncedOperation, Call, Signature
-from ronde.comm.reentry import InsideOperation, reentry_error, this_thread
+from ronde.comm.fork_and_signal_safety import InsideOperation, reentry_error, this_thread
 from ronde.errors import PeerLost, RondeError
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.events import OperationFailed

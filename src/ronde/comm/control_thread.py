@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import msgspec
 
 from ronde.comm.backends.base import Backend
+from ronde.comm.fork_and_signal_safety import SIGNAL_CHECK_S
 from ronde.comm.open_channels import OpenChannels
-from ronde.comm.reentry import SIGNAL_CHECK_S
 from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
 from ronde.comm.work import ControlItem, NegotiationWaits
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded

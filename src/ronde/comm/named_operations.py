@@ -22,8 +22,8 @@ from ronde.comm.backends.native_library import NativeStatus
 from ronde.comm.buffers import address_of
 from ronde.comm.call import AnnouncedOperation, CallOptions, Signature, Span, describe_named, get_signature
 from ronde.comm.channel import AnnouncedChannel, Channel
+from ronde.comm.fork_and_signal_safety import InsideOperation, reentry_error, this_thread
 from ronde.comm.operations import AllreduceWork
-from ronde.comm.reentry import InsideOperation, reentry_error, this_thread
 from ronde.comm.work import BatchStart, ControlItem, NegotiationWaits, Work
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.messages import AbortChannel, AgreedOperation, OperationRequest, RefuseOperation

@@ -13,8 +13,8 @@ from ronde.comm.backends.base import Backend, ChannelSpec
 from ronde.comm.backends.single_rank import SingleRankBackend
 from ronde.comm.call import kind_of_device
 from ronde.comm.channel import AnnouncedChannel, Channel
+from ronde.comm.fork_and_signal_safety import InsideOperation
 from ronde.comm.named_operations import NamedOperations
-from ronde.comm.reentry import InsideOperation
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.observe.events import ChannelClosed, ChannelOpened
 from ronde.observe.recorder import Recorder

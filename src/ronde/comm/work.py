@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 from ronde.comm.backends.base import CallWithdrawn, RunningCall
 from ronde.comm.buffers import ReceiveBuffer
 from ronde.comm.call import Call, Signature, Span
-from ronde.comm.reentry import InsideOperation, wait_for
+from ronde.comm.fork_and_signal_safety import InsideOperation, wait_for
 from ronde.errors import OperationTimeout, RondeError
 from ronde.net.event_loop import start_thread
 from ronde.net.messages import MissingRanksQuery, OperationRequest, WorkerMessage

@@ -22,10 +22,10 @@ from types import TracebackType
 from typing import Any
 
 from ronde.comm.control_thread import ControlThread, JoinedRound
+from ronde.comm.fork_and_signal_safety import InsideOperation, forked_error, this_thread
 from ronde.comm.group import Group
 from ronde.comm.joining import Groups, complete_settings, join_round
 from ronde.comm.open_channels import OpenChannels
-from ronde.comm.reentry import InsideOperation, forked_error, this_thread
 from ronde.comm.telemetry import ChannelStallInspector
 from ronde.comm.work import finish_callbacks
 from ronde.errors import (

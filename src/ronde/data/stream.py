@@ -31,8 +31,8 @@ from ronde.data.samples import Sample
 from ronde.data.shards import BlockReader, OpenBlock
 from ronde.training.data_position import DataPosition
 from ronde.training.global_batches import EQUAL_SHARE
+from ronde.training.gradients.steps import inner_sample_counts, set_sample_counts
 from ronde.training.sample_sharding import SamplePosition, count_steps, share_out
-from ronde.training.steps import inner_sample_counts, set_sample_counts
 
 NUM_LOCATED = 4096
 """So many positions at least are located at a time."""

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import IO
 
 from ronde.errors import StartFailed
+from ronde.exit_codes import describe_exit_code
 from ronde.launch.agent.orphans import OrphanKiller
 from ronde.launch.placement import Host, parse_host_lines
-from ronde.text import describe_exit_code, shorten
+from ronde.text import shorten
 
 POLL_INTERVAL_S = 1.0
 """How long after an answer a source is asked again."""

@@ -37,8 +37,8 @@ from ronde.jax.primitive import (
     run_operation,
 )
 from ronde.text import format_ranks
+from ronde.training.batch_moments import backpropagate
 from ronde.training.graph_operations import GraphOperation, group_of
-from ronde.training.moments import backpropagate
 from ronde.types import DType, Op, parse_op
 
 DTYPES = frozenset(dtype.name.lower() for dtype in DType)
@@ -238,7 +238,7 @@ def differentiable(
 
 def combine_moments(count: Any, mean: Any, variance: Any, group: Group | None) -> Any:
     """Mean and variance of all members, of each member's number of values, mean and variance; collective. For batch
-    normalization: ronde.training.moments with arrays of JAX.
+    normalization: ronde.training.batch_moments with arrays of JAX.
 
     JAX has 32 bits for its numbers, so variances are not the difference of two sums: the means come first, in an
     operation of their own, and then the squares around the mean of all members.

@@ -28,7 +28,7 @@ from ronde.jax.ffi_library import flags
 from ronde.jax.gradient_plans import gradient_plans
 from ronde.jax.primitive import bind_operation, operation_name, resolve_group
 from ronde.training.agreement import fingerprint
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.gradient_settings import GradientSettings
 from ronde.training.graph_errors import describe_error
 from ronde.training.graph_operations import GraphOperation
 from ronde.training.sync_check import checksum, checksum_bytes, compare_checksums

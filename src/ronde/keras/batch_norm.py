@@ -1,7 +1,7 @@
 """Batch normalization over the batches of all ranks together, on each backend of Keras.
 
-Each member's number of values, mean and variance per channel are combined (ronde.training.moments); all else stays
-local, and is Keras' own.
+Each member's number of values, mean and variance per channel are combined (ronde.training.batch_moments); all else
+stays local, and is Keras' own.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
 from ronde.keras.variables import checksum_arrays, common_name
 from ronde.training.agreement import fingerprint
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.gradient_settings import GradientSettings
 from ronde.training.sync_check import checksum_bytes, compare_checksums
 from ronde.types import parse_op
 

@@ -21,7 +21,7 @@ import keras
 from ronde.comm.group import Group
 from ronde.comm.world import current_world
 from ronde.keras.gradients import CODECS, KerasGradientReduction
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.gradient_settings import GradientSettings
 from ronde.types import Op
 
 BACKENDS = ("tensorflow", "torch", "jax")

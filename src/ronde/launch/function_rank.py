@@ -18,8 +18,8 @@ from typing import Any
 
 import cloudpickle
 
+from ronde.exit_codes import INTERRUPTED_CODE
 from ronde.launch.agent.rank import CALL_FD_VARIABLE, RESULT_FD_VARIABLE, RESULT_LENGTH_BYTES
-from ronde.text import INTERRUPTED_CODE
 
 
 def main() -> int:

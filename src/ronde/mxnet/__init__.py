@@ -18,7 +18,7 @@ from ronde.mxnet.broadcast_state import allgather_object, average_metrics, broad
 from ronde.mxnet.collectives import allgather, allreduce, alltoall, barrier, broadcast, join, reduce_scatter
 from ronde.mxnet.sharding import ShardedBatches
 from ronde.mxnet.trainer import DistributedOptimizer, DistributedTrainer
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.gradient_settings import GradientSettings
 from ronde.training.graph_errors import find_error
 from ronde.training.sample_sharding import SampleShard as ShardedSampler
 

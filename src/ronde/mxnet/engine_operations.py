@@ -27,8 +27,8 @@ import numpy as np
 
 from ronde.comm.call import Call, Signature, hash_signature
 from ronde.comm.channel import Channel
+from ronde.comm.fork_and_signal_safety import InsideOperation
 from ronde.comm.group import Group
-from ronde.comm.reentry import InsideOperation
 from ronde.comm.work import Work, call_when_over
 from ronde.comm.world import add_operations_wait
 from ronde.errors import OperationTimeout, RondeError

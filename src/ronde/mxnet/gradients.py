@@ -24,9 +24,9 @@ from ronde.comm.world import current_world, resolve_group
 from ronde.mxnet.arrays import check_array, clear_errors, get_dtype, wait_for_arrays
 from ronde.mxnet.collectives import push_ordered, run_ordered
 from ronde.mxnet.engine_operations import OrderedStream, streams
-from ronde.training.adapter import ParameterInfo
-from ronde.training.gradient_settings import GradientSettings
-from ronde.training.planned_buckets import GradientLayout, PlannedBucket, plan_buckets
+from ronde.training.gradients.adapter import ParameterInfo
+from ronde.training.gradients.gradient_settings import GradientSettings
+from ronde.training.gradients.planned_buckets import GradientLayout, PlannedBucket, plan_buckets
 from ronde.types import Op, parse_op
 
 MAX_CHANNEL_NAME = 40

@@ -17,7 +17,7 @@ from ronde.comm.group import Group
 from ronde.comm.world import current_world, resolve_group
 from ronde.mxnet.broadcast_state import broadcast_parameters
 from ronde.mxnet.gradients import GradientReducer, ParameterGradients, make_wire_codec
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.gradient_settings import GradientSettings
 from ronde.training.sync_check import checksum, compare_checksums
 from ronde.types import Op
 

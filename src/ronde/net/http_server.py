@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
 
@@ -465,9 +465,42 @@ class HttpServer:
         return bool(done)
 
 
+class _ReplyTransport:
+    """The transport of one connection, as uvicorn writes replies to it: first the head, then the body. Both are sent
+    with one call, so that the kernel is asked once and the client woken once."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+        """Of a reply whose body has not been written yet."""
+        self.is_closing = transport.is_closing
+        self.get_extra_info = transport.get_extra_info
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 2") and data.endswith(b"\r\n\r\n"):
+            self._head = data  # until flush() at the latest
+            return
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        """Write the head of a reply without a body. Called at the end of each reply."""
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+
 def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
     """uvicorn's protocol with limits for clients that are slow on purpose: for the number of connections, for the size
-    and the time of headers, and for the time in which nothing of a reply is read."""
+    and the time of headers, and for the time in which nothing of a reply is read. A reply is one write."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ModuleNotFoundError:
@@ -480,9 +513,12 @@ def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
             self._num_header_bytes = 0
             self._header_timer: asyncio.TimerHandle | None = None
             self._stall_timer: asyncio.TimerHandle | None = None
+            self._reply_transport: _ReplyTransport
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
             super().connection_made(transport)
+            self._reply_transport = _ReplyTransport(transport)
+            self.transport = cast("asyncio.Transport", self._reply_transport)
             if len(self.connections) > options.max_connections:
                 self._refuse(503, b"too many connections", b"retry-after: 1\r\n")
             else:
@@ -515,6 +551,10 @@ def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
                 self._header_timer.cancel()
                 self._header_timer = None
             super().on_headers_complete()
+
+        def on_response_complete(self) -> None:
+            self._reply_transport.flush()
+            super().on_response_complete()
 
         def pause_writing(self) -> None:
             super().pause_writing()

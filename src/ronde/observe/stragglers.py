@@ -60,6 +60,8 @@ class BlockedIntervals:
 
     def blocked_ns_between(self, begin_ns: int, end_ns: int) -> int:
         """Return how long callers were blocked between these two times. Two callers at once count as one."""
+        if end_ns - begin_ns < MIN_BLOCKED_NS:  # as most messages, which are sent at once
+            return 0
         total = 0
         for since_ns, until_ns in sorted(self._intervals.copy()):  # the copy is atomic
             since_ns, until_ns = max(since_ns, begin_ns), min(until_ns, end_ns)

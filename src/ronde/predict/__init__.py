@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from ronde.predict.output import read_manifest
 from ronde.predict.plan import PredictManifest, PredictOptions
-from ronde.predict.worker import PredictProgress, predict, read_manifest
+from ronde.predict.worker import PredictProgress, predict
 
 __all__ = ["PredictManifest", "PredictOptions", "PredictProgress", "predict", "read_manifest"]

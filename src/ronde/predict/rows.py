@@ -117,7 +117,7 @@ class RowPredictor:
         images = self._model.metadata.preprocessing.get(info.name)
         if isinstance(chosen, list):
             fields = tuple(chosen)
-            return info, lambda sample: [_field(sample, name) for name in fields]
+            return info, lambda sample: _fields(sample, fields)
         field = chosen or (images.field if images is not None else info.name)
         if images is not None:
             return info, lambda sample: preprocess_image(_field(sample, field), images)
@@ -155,8 +155,8 @@ class RowPredictor:
             made = self._preprocess(sample)
             if not isinstance(made, Mapping):
                 raise TypeError(f"{self._options.preprocess} returned a {type(made).__name__}, not inputs by name")
-            return {info.name: _fit(info, _field(made, info.name)) for info, _ in self._makers}
-        return {info.name: _fit(info, make(sample)) for info, make in self._makers}
+            return {info.name: fit_input(info, _field(made, info.name)) for info, _ in self._makers}
+        return {info.name: fit_input(info, make(sample)) for info, make in self._makers}
 
     def _predict_batch(
         self,
@@ -207,20 +207,16 @@ def _field(sample: Mapping[str, Any], name: str) -> Any:
     return sample[name]
 
 
-def _fit(info: TensorInfo, value: Any) -> Array:
+def _fields(sample: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    try:
+        return [sample[name] for name in names]
+    except KeyError:
+        return [_field(sample, name) for name in names]  # which says what is missing
+
+
+def fit_input(info: TensorInfo, value: Any) -> Array:
     """The value as one sample of an input. ValueError if its dtype or shape cannot be that."""
-    if info.dtype == "string":
-        array = np.asarray(value, object)
-    else:
-        array = np.asarray(value)
-        if array.dtype.kind in "OSU":
-            array = array.astype(info.dtype)
-        elif not np.can_cast(array.dtype, info.dtype, "same_kind") and not (
-            array.dtype.kind in "iub" and np.array_equal(array.astype(info.dtype), array)
-        ):
-            raise ValueError(f"{info.name!r} is {array.dtype}; the model takes {info.describe()}")
-        else:
-            array = array.astype(info.dtype, copy=False)
+    array = np.asarray(value, object) if info.dtype == "string" else _convert(info, value)
     if array.ndim == 0 and info.shape[1:] == (1,):
         array = array.reshape(1)
     shape = info.shape[1:]
@@ -229,6 +225,45 @@ def _fit(info: TensorInfo, value: Any) -> Array:
     ):
         raise ValueError(f"{info.name!r} has shape {array.shape} in this row; the model takes {info.describe()}")
     return array
+
+
+def _convert(info: TensorInfo, value: Any) -> Array:
+    """The numbers, or texts of numbers, as an array of the input's dtype. ValueError if it cannot hold them."""
+    if isinstance(value, list) and value and isinstance(value[0], str):  # a row of CSV: most of the time goes here
+        array = np.array([_parse_number(each, info.dtype) for each in value])
+    else:
+        array = np.asarray(value)
+        if array.dtype.kind in "OSU":
+            flat = [_parse_number(each, info.dtype) for each in array.reshape(-1).tolist()]
+            array = np.array(flat).reshape(array.shape)
+    wanted = info.numpy_dtype
+    if array.dtype == wanted:
+        return array
+    if array.dtype.kind not in "iubf" or (array.dtype.kind == "f" and wanted.kind != "f"):
+        raise ValueError(f"{info.name!r} is {array.dtype}; the model takes {info.describe()}")
+    with np.errstate(over="ignore"):
+        made = array.astype(wanted)
+    if array.dtype.kind == "f":
+        is_lost = bool(np.any(np.isinf(made) & ~np.isinf(array)))
+    else:
+        is_lost = wanted.kind != "f" and not np.array_equal(made, array)
+    if is_lost:
+        raise ValueError(f"{info.name!r} has numbers that {info.dtype} cannot hold; the model takes {info.describe()}")
+    return made
+
+
+def _parse_number(given: Any, dtype: str) -> Any:
+    """The number in a text; what is no text stays as it is."""
+    if not isinstance(given, str | bytes):
+        return given
+    if dtype.startswith("float"):
+        return float(given)
+    if dtype != "bool":
+        return int(given)
+    text = (given if isinstance(given, str) else given.decode("latin-1")).strip().lower()
+    if text not in ("0", "1", "false", "true"):
+        raise ValueError(f"{shorten(text)!r} is neither true nor false")
+    return text in ("1", "true")
 
 
 def _describe(error: Exception) -> str:

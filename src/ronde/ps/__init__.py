@@ -7,9 +7,9 @@ server.close()
 """
 
 from ronde.ps.checkpoints import load_checkpoint
-from ronde.ps.embedding_tables import EmbeddingTable, NormalRows, UniformRows
 from ronde.ps.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, GradientNoise, Optimizer, RMSProp
 from ronde.ps.parameter_server import ParameterServer
+from ronde.ps.tables.embedding_table import EmbeddingTable, NormalRows, UniformRows
 
 __all__ = [
     "LAMB",

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from ronde.errors import CheckpointError
-from ronde.ps.embedding_tables import unpack_arrays
 from ronde.ps.partition import Array, Part, TensorSlice, TensorSpec
+from ronde.ps.payloads import unpack_arrays
 from ronde.ps.server import ServerSetup
 from ronde.training.checkpoints import LocalStorage
 

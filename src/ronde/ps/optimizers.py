@@ -72,7 +72,13 @@ class Optimizer(abc.ABC):
         bounds = part.bounds
         for start, stop in itertools.pairwise(bounds):
             piece = slice(start, stop)
-            out[piece] = self.compute(values[piece], gradient[piece], states[:, piece], step)
+            new = self.compute(values[piece], gradient[piece], states[:, piece], step)
+            if np.shape(new) != (stop - start,):  # it would be spread over all of them
+                raise ValueError(
+                    f"compute() of {type(self).__name__} must return an array of the shape {(stop - start,)}, as that "
+                    f"of its values; it returned one of {np.shape(new)}"
+                )
+            out[piece] = new
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,19 +22,18 @@ import numpy as np
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized, resolve_group
-from ronde.errors import Mismatch, OperationTimeout
+from ronde.errors import Mismatch, OperationTimeout, RondeError
 from ronde.ps.checkpoints import SavedFile, write_manifest
-from ronde.ps.compression import check_codec, decode_values, encode_values
-from ronde.ps.embedding_tables import EmbeddingTable, cut_tables, pack_arrays
-from ronde.ps.leases import Lease
+from ronde.ps.commit_log.leases import Lease
+from ronde.ps.commit_log.staleness import StalenessSettings, parse_mode
 from ronde.ps.optimizers import GradientNoise, Optimizer
 from ronde.ps.participant import MailboxMessenger, Participant
 from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
-from ronde.ps.protocol import OutgoingMessage, PartCopy, encode
+from ronde.ps.payloads import check_codec, decode_values, encode_values, pack_arrays
+from ronde.ps.protocol import OutgoingMessage, PartCopy, make_batches
 from ronde.ps.server import ServerCore, ServerSetup
 from ronde.ps.server_rounds import ServerRounds, describe_member, server_rounds_of_job
-from ronde.ps.staleness import StalenessSettings, parse_mode
-from ronde.ps.table_client import (
+from ronde.ps.tables.client import (
     TableClient,
     check_rows,
     check_table_states,
@@ -42,6 +41,7 @@ from ronde.ps.table_client import (
     join_rows,
     make_first_rows,
 )
+from ronde.ps.tables.embedding_table import EmbeddingTable, cut_tables
 from ronde.text import format_rank_answers
 from ronde.types import Deadline
 
@@ -169,7 +169,10 @@ class ParameterServer:
         if self._rounds is None:
             self._participant = self._meet_in_group(choices, optimizer, servers, workers, version)
         elif current_world().is_candidate:
-            self._participant = self._join_late(self._rounds, choices)
+            own = (self._rounds.number,)
+            self._participant = self._join_late(
+                self._rounds, choices, lambda: self._agree(choices, optimizer, version, servers=own, workers=own)
+            )
         else:
             self._participant = self._meet_servers(self._rounds, choices, optimizer, version)
         setup = self._setup = self._participant.setup
@@ -194,8 +197,13 @@ class ParameterServer:
         self._table_client = TableClient(
             setup, self._worker, self._changed, send=self._participant.send, wait_until=self._wait_until
         )
+        self._kept: Sequence[OutgoingMessage] = ()
+        """The last part that was staged, if it is not sent yet."""
         self._is_step_under_way = False
         """Whether a step was started whose read has not been taken."""
+        self._is_pushing = False
+        """Whether a call of this object is in the middle of a push."""
+        self._is_closed = False
         self._first_states, self._first_rows = {}, {}
         if self.is_worker and not self._worker.is_finished:
             self.pull()
@@ -240,6 +248,7 @@ class ParameterServer:
             raise ValueError(f"the gradient of {name} was staged already; call step() first")
         self._push_under_way.gradients[index] = self._check_gradient(name, gradient)
         self._stage_parts(self._push_under_way.find_complete(index))
+        self._send_behind(())
 
     def rows(self, table: str, rows: Array) -> Array:
         """The values of rows of a table, given by their numbers, in an array with one more dimension. They are of the
@@ -326,8 +335,7 @@ class ParameterServer:
         self._check_worker()
         self.finish_step()
         with self._changed:
-            sends = self._worker.begin_read()
-        self._participant.send(sends)
+            self._participant.send(self._worker.begin_read())
         self._read_until(self._has_read, "a read of the parameters")
         return self.version
 
@@ -339,8 +347,7 @@ class ParameterServer:
         self._check_worker()
         self.finish_step()
         with self._changed:
-            sends = self._worker.begin_read(with_states=True)
-        self._participant.send(sends)
+            self._participant.send(self._worker.begin_read(with_states=True))
         self._wait_until(self._has_read, "a read of the parameters and their states")
         with self._changed:
             read = self._worker.read
@@ -367,8 +374,7 @@ class ParameterServer:
         self.finish_step()
         path = str(Path(directory).absolute())
         with self._changed:
-            sends = self._worker.begin_read(with_states=True, save_to=path)
-        self._participant.send(sends)
+            self._participant.send(self._worker.begin_read(with_states=True, save_to=path))
         self._wait_until(self._has_read, "saving of the parameters")
         with self._changed:
             read = self._worker.read
@@ -383,7 +389,7 @@ class ParameterServer:
         Each sample is used exactly once: a push acknowledges all samples that were yielded before it, and what a lost
         worker has not acknowledged is given to others. Epochs are counted up by one.
         """
-        if self._worker.is_finished:
+        if self._worker.is_finished and not self._is_closed:
             return
         self._check_worker()
         if batch_size < 1 or num_samples < 0:
@@ -407,12 +413,12 @@ class ParameterServer:
         if self.is_worker and not self._worker.has_left:
             self.finish_step()
             with self._changed:
-                sends = self._worker.leave()
-            self._participant.send(sends)
+                self._participant.send(self._worker.leave())
         self.serve()
         if is_initialized() and current_world().joined_round.is_elastic and not current_world().is_candidate:
             world = current_world()  # all have left: nobody has to be started for those that were lost
             world.control_thread.finish(Deadline(world.settings.shutdown_s))
+        self._is_closed = True
         if self._messenger is not None:
             self._messenger.close()
         if self._rounds is not None:
@@ -490,7 +496,8 @@ class ParameterServer:
         first = (optimizer, version, self.tables)
         agreed, version, tables = objects.broadcast(first, root=ranks[0], group=self._group)
         num_servers = servers if isinstance(servers, int) else len(servers)
-        parts = cut_into_parts(choices.tensors, num_servers, keep_whole=agreed.needs_whole_tensors)
+        keep_whole, in_host = agreed.needs_whole_tensors, self._is_in_host()
+        parts = cut_into_parts(choices.tensors, num_servers, keep_whole=keep_whole, in_host=in_host)
         return ServerSetup(
             parts or (Part((), "float32", 0),),  # with nothing but tables, a read still has its version
             tuple(sorted(workers)),
@@ -505,7 +512,15 @@ class ParameterServer:
             cut_tables(tables, agreed, num_servers),
             choices.delay_compensation,
             choices.compression,
+            self._rounds is not None,
         )
+
+    def _is_in_host(self) -> bool:
+        """Whether all ranks are on one host. Server processes are expected there, too."""
+        if not is_initialized():
+            return False
+        hosts = current_world().topology.host_indices
+        return len({hosts[rank] for rank in self._group.ranks}) == 1
 
     def _meet_in_group(
         self,
@@ -528,8 +543,9 @@ class ParameterServer:
         participant = Participant(self.rank, setup, configuration, server)
         self._messenger = MailboxMessenger(participant, self._group)
         if self.rank == ranks[0]:
-            for to, message, payload in self._first_values(setup, configuration):
-                self._messenger.post(to, encode(message), payload)
+            for each in self._first_values(setup, configuration):
+                for batch in make_batches((each,)):
+                    self._messenger.post(*batch)
         deadline = Deadline(self._group.operation_timeout_s)
         while server is not None and not server.is_ready:  # made so by the thread of the mailbox
             participant.check()
@@ -540,26 +556,37 @@ class ParameterServer:
         return participant
 
     def _meet_servers(self, rounds: ServerRounds, choices: _Choices, optimizer: Optimizer, version: int) -> Participant:
-        """Make a parameter server together with the other workers, in the rounds of servers. The first rank does it."""
-        numbers = tuple(objects.allgather(rounds.number, group=self._group))
+        """Make a parameter server together with the other workers, in the rounds of servers. The first rank does it.
+
+        If all that were in the first round of an elastic job are lost, others may train: those that came later. Then
+        there is a parameter server already, and these workers join it as all do that come later."""
+        made = objects.allgather((rounds.number, self._instance), group=self._group)
+        numbers = tuple(number for number, _ in made)
+        self._instance = max(instance for _, instance in made)  # a process that is new has made none yet
+        rounds.use_instance(self._instance)
         setup = self._agree(choices, optimizer, version, servers=rounds.num_servers or numbers, workers=numbers)
         rounds.start()
+        deadline = Deadline(self._group.operation_timeout_s)
         configuration: Configuration | None = None
-        if self.rank == self._group.ranks[0]:
+        if self.rank == self._group.ranks[0] and not rounds.is_made(self._instance, {*numbers}, deadline):
             configuration = rounds.create(
                 self._instance,
                 setup,
                 lambda servers: make_configuration(setup.all_parts, servers or numbers, replicate=choices.replicate),
                 lambda configuration: self._first_values(setup, configuration),
-                Deadline(self._group.operation_timeout_s),
+                deadline,
             )
         configuration = objects.broadcast(configuration, root=self._group.ranks[0], group=self._group)
+        if configuration is None:
+            return self._join_late(rounds, choices, lambda: setup)
         return rounds.add(self._instance, setup, configuration)
 
-    def _join_late(self, rounds: ServerRounds, choices: _Choices) -> Participant:
+    def _join_late(self, rounds: ServerRounds, choices: _Choices, make_setup: Callable[[], ServerSetup]) -> Participant:
         """Take part in a parameter server that the others made before this process came."""
         deadline = Deadline(self._group.operation_timeout_s)
         participant = rounds.join(self._instance, deadline)
+        if participant is None:  # this process has come too late
+            return rounds.make_finished(self._instance, make_setup())
         setup = participant.setup
         theirs = _Choices(
             setup.tensors,
@@ -606,11 +633,21 @@ class ParameterServer:
 
     def _load_state(self, state: Mapping[str, Any]) -> dict[str, Array]:
         """Write the parameters of a state to this rank's, and return its states of the optimizer."""
+        missing = [key for key in ("version", "parameters", "optimizer") if key not in state]
+        if missing:
+            raise ValueError(
+                f"state must be what state_dict() or ronde.ps.load_checkpoint() has returned; it has no {missing[0]!r}"
+            )
         given = state["parameters"]
         if given.keys() != self.parameters.keys():
             differ = sorted(given.keys() ^ self.parameters.keys())
             raise ValueError(f"state must have the names of the parameters; these differ: {', '.join(differ)}")
         for name, array in self.parameters.items():
+            if np.shape(given[name]) != array.shape:
+                raise ValueError(
+                    f"state must have the shapes of the parameters; {name} has {array.shape}, and there it has "
+                    f"{np.shape(given[name])}"
+                )
             array[...] = given[name]
         self._first_rows = check_table_states(self.tables, state.get("tables", {}))
         return dict(state["optimizer"])
@@ -643,6 +680,20 @@ class ParameterServer:
         """Send what is not staged yet, and commit it. Gradients that are not copied must not be changed until the read
         has come: then nobody here needs them any more."""
         self._check_worker()
+        if self._is_pushing:
+            raise RondeError(
+                "this process is in the middle of another step or push: only one thread may use a parameter server at "
+                "a time, and no signal handler inside of its calls"
+            )
+        self._is_pushing = True
+        try:
+            self._push_alone(gradients, lrs, read=read, copy=copy)
+        finally:
+            self._is_pushing = False
+
+    def _push_alone(
+        self, gradients: Mapping[str, Array] | Sequence[Array] | None, lrs: Sequence[float], *, read: bool, copy: bool
+    ) -> None:
         under_way = self._push_under_way
         if gradients is not None:
             if under_way.gradients:
@@ -658,15 +709,22 @@ class ParameterServer:
         for name, pushes in under_way.rows.items():
             for index, rows, values in self._table_client.cut_push(name, pushes):
                 self._stage_piece(index, values, rows)
-        self.finish_step()  # the one before; these gradients are on their way meanwhile
+        if self._is_step_under_way:
+            self._send_behind(())
+            self.finish_step()  # the one before; these gradients are on their way meanwhile
         norm = math.sqrt(sum(under_way.squares[index] for index in sorted(under_way.squares)))
         self._step += 1
         self._push_under_way = _PushUnderWay(self._setup.parts)
         leases, self._open_leases = self._open_leases, []
-        with self._changed:
-            sends = self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs)
         self._is_step_under_way = read
-        self._participant.send(sends)
+        with self._changed:
+            self._send_behind(self._worker.commit(self._step, read=read, leases=leases, norm=norm, lrs=lrs))
+
+    def _send_behind(self, messages: Iterable[OutgoingMessage], *, keep: Sequence[OutgoingMessage] = ()) -> None:
+        """Send messages behind those that were kept, and keep others: the last part of a push travels together with
+        the entry that commits it."""
+        kept, self._kept = self._kept, keep
+        self._participant.send([*kept, *messages])
 
     def _stage_parts(self, indices: Iterable[int], *, copy: bool = True) -> None:
         """Send parts whose gradients are all there."""
@@ -689,8 +747,7 @@ class ParameterServer:
         if rows is not None:
             payload = pack_arrays([rows, payload.reshape(len(rows), -1)])
         with self._changed:
-            sends = self._worker.stage(step, index, payload)
-        self._participant.send(sends)
+            self._send_behind((), keep=self._worker.stage(step, index, payload))
 
     def _check_rows(self, table: str, rows: Array) -> Array:
         if table not in self.tables:
@@ -709,6 +766,8 @@ class ParameterServer:
 
     def _check_gradient(self, name: str, gradient: Array) -> Array:
         parameter, array = self.parameters[name], np.asarray(gradient)
+        if array.shape == parameter.shape and array.dtype == parameter.dtype:
+            return array.reshape(-1)
         if array.shape != parameter.shape:
             raise ValueError(f"the gradient of {name} must have the shape {parameter.shape}, got {array.shape}")
         return array.astype(parameter.dtype, copy=False).reshape(-1)
@@ -748,7 +807,7 @@ class ParameterServer:
     def _take_lease(self, epoch: int, num_samples: int, count: int) -> Lease:
         with self._changed:
             request, sends = self._worker.take_lease(epoch, num_samples, count)
-        self._participant.send(sends)
+            self._participant.send(sends)
         leases, rejections = self._worker.leases, self._worker.rejections
         self._wait_until(lambda: request in leases or request in rejections, f"samples of epoch {epoch}")
         if request in rejections:

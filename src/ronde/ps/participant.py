@@ -28,7 +28,7 @@ from ronde.comm.group import Group
 from ronde.comm.mailbox import MailboxMessage
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.ps.checkpoints import write_part
-from ronde.ps.commit_log import LogState
+from ronde.ps.commit_log.log_state import LogState
 from ronde.ps.partition import Array, Configuration
 from ronde.ps.protocol import (
     FOR_WORKERS,
@@ -37,10 +37,11 @@ from ronde.ps.protocol import (
     ServerMessage,
     ServersFailed,
     ServerState,
-    decode,
     encode,
+    make_batches,
+    split_batch,
 )
-from ronde.ps.server import Action, Propose, SavePart, SendState, ServerCore, ServerSetup
+from ronde.ps.server import Action, Propose, SendState, ServerCore, ServerSetup
 from ronde.ps.worker import WorkerCore
 
 WAKE_UP = b""
@@ -87,7 +88,8 @@ class Participant:
         self.server = server
         self.worker = WorkerCore(number, len(setup.parts), configuration, len(setup.table_parts))
         self.changed = threading.Condition()
-        """Guards the WorkerCore, and tells that it has changed."""
+        """Guards the WorkerCore, and tells that it has changed. Held until what the WorkerCore returns is sent: servers
+        get it in the order in which it was made."""
         self.awaited: list[Callable[[], bool]] = []
         """What threads of the program wait for: they are not woken for anything else."""
         self.error: RondeError | None = None
@@ -123,10 +125,7 @@ class Participant:
     def check(self) -> None:
         """Raise what has ended training."""
         if self.worker.failure:
-            raise RondeError(
-                f"the parameter server cannot go on: {self.worker.failure}; start again from a checkpoint, or with "
-                "more servers and replicate=True"
-            )
+            raise RondeError(f"the parameter server cannot go on: {self.worker.failure}")
         error = self.error or self.messenger.closed_error
         if error is not None:
             raise error
@@ -135,12 +134,15 @@ class Participant:
         """Send without waiting. What is lost with a member is sent again to another one, when the servers have
         changed."""
         wakes = False
-        for to, message, payload in messages:
-            if to == self.number:
-                self._to_self.append((message, payload))
+        to_others: list[OutgoingMessage] = []
+        for each in messages:
+            if each.to == self.number:
+                self._to_self.append((each.message, each.payload))
                 wakes = True
             else:
-                self._post(to, encode(message), payload)
+                to_others.append(each)
+        for batch in make_batches(to_others):
+            self._post(*batch)
         if wakes and threading.get_ident() != self._handling_thread:
             self._post(self.number, WAKE_UP, None)
 
@@ -154,9 +156,14 @@ class Participant:
     # --- in the thread that handles messages -----------------------------------------------------------------------
 
     def handle(self, source: int, header: bytes, payload: Array | None) -> None:
-        """A member has sent a message."""
+        """A member has sent messages."""
         self._has_messenger.wait()
-        self._run(lambda: self._handle(source, decode(header), payload) if header != WAKE_UP else None)
+
+        def handle() -> None:
+            for each in split_batch(header, payload) if header != WAKE_UP else ():
+                self._handle(source, *each)
+
+        self._run(handle)
 
     def member_lost(self, number: int, why: str) -> None:
         """A member is gone. Called after its last message."""
@@ -190,13 +197,14 @@ class Participant:
 
         self._run(begin)
 
-    def fail(self, error: RondeError, *, tell: bool = False) -> None:
-        """This process cannot take part any more: its program learns why, and with `tell` the others, too."""
+    def fail(self, error: RondeError, *, reason: str = "") -> None:
+        """This process cannot take part any more: its program learns why, and if there is a `reason`, so do the
+        others."""
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
-        if tell:
-            failed = ServersFailed(self.worker.configuration.epoch, str(error))
+        if reason:
+            failed = ServersFailed(self.worker.configuration.epoch, reason)
             self.send(OutgoingMessage(to, failed) for to in self.messenger.members if to != self.number)
 
     def _run(self, function: Callable[[], None]) -> None:
@@ -207,10 +215,10 @@ class Participant:
                 while self._to_self:
                     self._handle(self.number, *self._to_self.popleft())
             except BaseException as error:
-                reason = f"the server of {self.messenger.describe(self.number)} has failed: {error!r}"
-                self.fail(
-                    RondeError(f"the parameter server cannot go on: {reason}"), tell=not isinstance(error, RoundEnded)
-                )
+                who = self.messenger.describe(self.number)
+                reason = f"the server of {who} has failed: {error!r}; the output of {who} says where"
+                own = RondeError(f"the parameter server cannot go on: {reason}")
+                self.fail(own, reason="" if isinstance(error, RoundEnded) else reason)
                 raise
             finally:
                 self._handling_thread = 0
@@ -219,9 +227,8 @@ class Participant:
         is_for_workers = isinstance(message, FOR_WORKERS)
         if is_for_workers or isinstance(message, NewConfiguration):
             with self.changed:
-                sends = self.worker.handle(source, message, payload)
+                self.send(self.worker.handle(source, message, payload))
                 self._notify()
-            self.send(sends)
         if self.server is None or is_for_workers:
             return
         if isinstance(message, ServerState):
@@ -243,25 +250,29 @@ class Participant:
     def _tell_worker(self, configuration: Configuration) -> None:
         with self.changed:
             message = NewConfiguration(configuration.epoch, configuration)
-            sends = self.worker.handle(self.number, message, None)
+            self.send(self.worker.handle(self.number, message, None))
             self._notify()
-        self.send(sends)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         assert self.server is not None
+        messages: list[OutgoingMessage] = []
         for action in actions:
+            if isinstance(action, OutgoingMessage):
+                messages.append(action)
+                continue
+            self.send(messages)  # ahead of what comes next
+            messages = []
             if isinstance(action, Propose):
                 self._decide(action.configuration)
             elif isinstance(action, SendState):
                 message = ServerState(self.server.configuration.epoch)
                 self.send((OutgoingMessage(action.to, message, self.messenger.pack(action.state)),))
-            elif isinstance(action, SavePart):
+            else:
                 saved = write_part(action.directory, action.message.version, action.message.part, action.state)
                 told = np.frombuffer(msgspec.json.encode(saved), np.uint8)
                 self.send((OutgoingMessage(action.to, action.message, told),))
-            else:
-                self.send((action,))
-        if self.server.is_ready:
+        self.send(messages)
+        if not self.is_served.is_set() and self.server.is_ready:
             self.is_served.set()
         if self.server.failure and not self.worker.failure:
             with self.changed:

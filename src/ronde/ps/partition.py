@@ -8,12 +8,16 @@ server, a backup on another one. A Configuration says which; it changes when a s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
+
+from ronde.comm.backends.native_library import allocate_memory
+from ronde.comm.buffers import as_array
 
 Array: TypeAlias = NDArray[Any]
 
@@ -23,9 +27,12 @@ MIN_PART_BYTES = 64 * 1024
 USUAL_PART_BYTES = 512 * 1024
 """Below it one part per server is enough: a message costs about as much as copying so many bytes."""
 PARTS_PER_SERVER = 16
-"""At least so many, if they are not smaller than USUAL_PART_BYTES: a server passes one on while the next arrives, and
-servers can be loaded evenly."""
+"""Between hosts at least so many, if they are not smaller than USUAL_PART_BYTES: a server passes one on while the next
+arrives, and servers can be loaded evenly. Inside a host, where bytes do not travel, at least PARTS_IN_HOST."""
+PARTS_IN_HOST = 4
 NO_BACKUP = -1
+MIN_REUSED_BYTES = 64 * 1024
+"""Arrays of so many bytes get memory that is used again and again: new pages cost more than writing to them."""
 
 
 class TensorSpec(NamedTuple):
@@ -52,6 +59,14 @@ class TensorSlice(NamedTuple):
     stop: int
 
 
+def new_array(size: int, dtype: DTypeLike) -> Array:
+    """An array of one dimension for a part, with any elements."""
+    num_bytes = size * np.dtype(dtype).itemsize
+    if num_bytes < MIN_REUSED_BYTES:
+        return np.empty(size, dtype)
+    return as_array(allocate_memory(num_bytes)).view(dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one message carries: slices of tensors, one behind the other."""
@@ -59,23 +74,21 @@ class Part:
     slices: tuple[TensorSlice, ...]
     dtype: str
     group: int
+    bounds: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Where its slices begin in the part, and where the last one ends."""
+
+    def __post_init__(self) -> None:
+        sizes = [piece.stop - piece.start for piece in self.slices]
+        object.__setattr__(self, "bounds", tuple(accumulate(sizes, initial=0)))
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return sum(piece.stop - piece.start for piece in self.slices)
+        return self.bounds[-1]
 
     @property
     def num_bytes(self) -> int:
         return self.size * np.dtype(self.dtype).itemsize
-
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        """Where its slices begin in the part, and where the last one ends."""
-        ends = [0]
-        for piece in self.slices:
-            ends.append(ends[-1] + piece.stop - piece.start)
-        return tuple(ends)
 
     def gather(self, flat_tensors: Mapping[int, Array] | Sequence[Array], *, copy: bool = True) -> Array:
         """The elements of the part, in new memory. Without `copy` it may be that of a tensor, if they are there one
@@ -85,28 +98,37 @@ class Part:
         if not copy and len(self.slices) == 1:
             piece = self.slices[0]
             return flat_tensors[piece.tensor][piece.start : piece.stop]
-        return np.concatenate([flat_tensors[piece.tensor][piece.start : piece.stop] for piece in self.slices])
+        pieces = [flat_tensors[piece.tensor][piece.start : piece.stop] for piece in self.slices]
+        return np.concatenate(pieces, out=new_array(self.size, self.dtype))
 
     def scatter(self, values: Array, flat_tensors: Sequence[Array]) -> None:
         """Write the elements of the part back to where they belong."""
-        for piece, start, stop in zip(self.slices, self.bounds, self.bounds[1:], strict=False):
+        bounds = self.bounds
+        for piece, start, stop in zip(self.slices, bounds, bounds[1:], strict=False):
             flat_tensors[piece.tensor][piece.start : piece.stop] = values[start:stop]
 
 
-def choose_part_bytes(total_bytes: int, num_servers: int, max_bytes: int = MAX_PART_BYTES) -> int:
-    """How large a part may be."""
+def choose_part_bytes(
+    total_bytes: int, num_servers: int, max_bytes: int = MAX_PART_BYTES, *, in_host: bool = False
+) -> int:
+    """How large a part may be. `in_host` says that all members are on one host."""
     share = -(-total_bytes // num_servers)
-    usual = max(MIN_PART_BYTES, min(USUAL_PART_BYTES, share))
-    return min(max_bytes, max(usual, -(-share // PARTS_PER_SERVER)))
+    usual = max(MIN_PART_BYTES, min(MAX_PART_BYTES if in_host else USUAL_PART_BYTES, share))
+    return min(max_bytes, max(usual, -(-share // (PARTS_IN_HOST if in_host else PARTS_PER_SERVER))))
 
 
 def cut_into_parts(
-    tensors: Sequence[TensorSpec], num_servers: int, *, max_bytes: int = MAX_PART_BYTES, keep_whole: bool = False
+    tensors: Sequence[TensorSpec],
+    num_servers: int,
+    *,
+    max_bytes: int = MAX_PART_BYTES,
+    keep_whole: bool = False,
+    in_host: bool = False,
 ) -> tuple[Part, ...]:
     """Cut tensors into parts, in their order. Every element is in exactly one part, and no part has more than
     max_bytes, unless tensors are to be kept whole, as optimizers need it that look at norms of tensors."""
     total_bytes = sum(tensor.size * np.dtype(tensor.dtype).itemsize for tensor in tensors)
-    limit_bytes = choose_part_bytes(total_bytes, num_servers, max_bytes)
+    limit_bytes = choose_part_bytes(total_bytes, num_servers, max_bytes, in_host=in_host)
     parts: list[Part] = []
     slices: list[TensorSlice] = []
     room = 0

@@ -1,4 +1,5 @@
-"""The messages between workers and servers. Each is the header of a mailbox message; arrays are its payload.
+"""The messages between workers and servers. Those for one member travel together: a mailbox message has several in its
+header, and the array of one of them as its payload.
 
 Every message carries the epoch of its sender's configuration. Decoding is strict: what no ronde of this version sends
 raises ProtocolError.
@@ -8,13 +9,15 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from ronde.errors import ProtocolError
-from ronde.ps.commit_log import Entry, LogRecord
-from ronde.ps.leases import Lease
+from ronde.ps.commit_log.leases import Lease
+from ronde.ps.commit_log.log_state import Entry, LogRecord
 from ronde.ps.partition import Array, Configuration
 
 
@@ -66,7 +69,7 @@ class Ping(ServerMessage, frozen=True):
 
 
 class PartStaged(ServerMessage, frozen=True):
-    """All replicas of the part hold these gradients. From the last of them."""
+    """All replicas of the part hold these gradients. From the last of them; not from the only server."""
 
     step: int
     part: int
@@ -209,16 +212,59 @@ class OutgoingMessage(NamedTuple):
     payload: Array | None = None
 
 
-_decoder = msgspec.msgpack.Decoder(functools.reduce(operator.or_, ServerMessage.__subclasses__()))
+class MessageBatch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Messages for one member, in their order: the header of a mailbox message."""
+
+    owner: int
+    """Which of them the payload belongs to; NO_OWNER without one."""
+    messages: tuple[functools.reduce(operator.or_, ServerMessage.__subclasses__()), ...]  # type: ignore[misc]  # a union
+
+
+NO_OWNER = -1
+MAX_BATCH = 256
+"""Messages in one header, which may have 256 KB."""
+
+_decoder = msgspec.msgpack.Decoder(MessageBatch)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode(header: bytes) -> ServerMessage:
-    """The message of a header."""
+def make_batches(messages: Iterable[OutgoingMessage]) -> Iterator[tuple[int, bytes, Array | None]]:
+    """Messages as what mailboxes send: the member, a header, and at most one array. An empty array does not travel."""
+    batches: dict[int, list[OutgoingMessage]] = {}
+    for each in messages:
+        batch = batches.setdefault(each.to, [])
+        if len(batch) == MAX_BATCH or (_has_array(each) and any(map(_has_array, batch))):
+            yield _encode_batch(batch)
+            batch.clear()
+        batch.append(each)
+    for batch in batches.values():
+        yield _encode_batch(batch)
+
+
+def _has_array(each: OutgoingMessage) -> bool:
+    return each.payload is not None and each.payload.size > 0
+
+
+def _encode_batch(batch: Sequence[OutgoingMessage]) -> tuple[int, bytes, Array | None]:
+    owner = next((index for index, each in enumerate(batch) if _has_array(each)), NO_OWNER)
+    header = encode(MessageBatch(owner, tuple(each.message for each in batch)))
+    return batch[0].to, header, None if owner == NO_OWNER else batch[owner].payload
+
+
+def split_batch(header: bytes, payload: Array | None) -> list[tuple[ServerMessage, Array | None]]:
+    """The messages of a header, each with its array. Those that have one and got none get an empty one."""
     try:
-        message: ServerMessage = _decoder.decode(header)
+        batch = _decoder.decode(header)
     except msgspec.MsgspecError as error:
         raise ProtocolError(
             f"a message of the parameter server that no ronde of this version sends: {error}"
         ) from error
-    return message
+    return [
+        (message, payload if index == batch.owner else _EMPTY if isinstance(message, WITH_PART) else None)
+        for index, message in enumerate(batch.messages)
+    ]
+
+
+WITH_PART = (StagePart, ReplicatePart, PartValues, PartCopy)
+"""Messages with a part, which may be empty: that of a parameter server that has nothing but tables."""
+_EMPTY = np.zeros(0, np.float32)

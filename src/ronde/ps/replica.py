@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ronde.ps.commit_log import Update
+from ronde.ps.commit_log.log_state import Update
 from ronde.ps.partition import Array, Part
 
 CLIP_EPSILON = 1e-6

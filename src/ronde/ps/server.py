@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from ronde.ps.commit_log import (
+from ronde.ps.commit_log.log_state import (
     NO_WORKER,
     DropStaged,
     Effect,
@@ -29,10 +29,19 @@ from ronde.ps.commit_log import (
     Update,
     WorkerAdded,
 )
-from ronde.ps.compression import decode_values, encode_values
-from ronde.ps.embedding_tables import EmbeddingTable, TablePart, pack_arrays, unpack_arrays
-from ronde.ps.log_replication import LogReplica
-from ronde.ps.partition import NO_BACKUP, Array, Configuration, Part, PartsLost, TensorSpec, change_servers
+from ronde.ps.commit_log.replication import LogReplica
+from ronde.ps.commit_log.staleness import Mode, StalenessSettings
+from ronde.ps.partition import (
+    NO_BACKUP,
+    Array,
+    Configuration,
+    Part,
+    PartsLost,
+    TensorSpec,
+    change_servers,
+    new_array,
+)
+from ronde.ps.payloads import decode_values, encode_values, pack_arrays, unpack_arrays
 from ronde.ps.protocol import (
     Append,
     Appended,
@@ -58,8 +67,8 @@ from ronde.ps.protocol import (
     SuspectServer,
 )
 from ronde.ps.replica import PartOptimizer, Replica, clip, compensate_delay
-from ronde.ps.staleness import Mode, StalenessSettings
-from ronde.ps.table_replica import TableReplica
+from ronde.ps.tables.embedding_table import EmbeddingTable, TablePart
+from ronde.ps.tables.server import TableReplica
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,9 @@ class ServerSetup:
     delay_compensation: float = 0.0
     """If not 0, gradients are corrected for what other workers have changed since the worker's read."""
     compression: str = "none"
-    """What gradients and values travel as (ronde.ps.compression)."""
+    """What gradients and values travel as (ronde.ps.payloads)."""
+    workers_may_join: bool = False
+    """Whether others can come when all workers are lost, so that training is not over then."""
 
     @property
     def all_parts(self) -> tuple[Part | TablePart, ...]:
@@ -141,6 +152,8 @@ class SavePart(NamedTuple):
     state: Array
 
 
+LOST_PARTS_ADVICE = "start again from a checkpoint, or with more servers and replicate=True"
+
 Action: TypeAlias = OutgoingMessage | Propose | SendState | SavePart
 
 
@@ -173,7 +186,7 @@ class PartReplica(Replica):
         for key in update.contributions:
             del self.staged[key]
         gradient = clip(gradient, update.norm, self._setup.clip_norm)
-        out = np.empty_like(self.values) if self._is_shared else self.values
+        out = new_array(self.values.size, self.values.dtype) if self._is_shared else self.values
         if self._setup.compensates_delay:
             (worker, _), *_ = update.contributions
             values_read = self._values_read.get(worker, self.values)
@@ -196,7 +209,7 @@ class PartReplica(Replica):
         first, *others = [decode_values(self.staged[key], self._part.dtype) for key in contributions]
         if not others:
             return first
-        total: Array = first + others[0]
+        total = np.add(first, others[0], out=new_array(first.size, first.dtype))
         for each in others[1:]:
             total += each
         total *= np.asarray(1.0 / len(contributions), total.dtype)
@@ -243,7 +256,13 @@ class ServerCore:
         """Why nothing can go on: parts are lost."""
         self._setup = setup
         clips = bool(setup.clip_norm) and setup.staleness.mode is Mode.SYNC
-        self.state = LogState(setup.staleness, setup.workers, clips=clips, version=setup.version)
+        self.state = LogState(
+            setup.staleness,
+            setup.workers,
+            clips=clips,
+            version=setup.version,
+            workers_may_join=setup.workers_may_join,
+        )
         self.has_state = not is_added
         """Whether it knows what the log says: not before it has got it, if it was added."""
         members = () if is_added else sorted({*setup.workers, *configuration.servers})
@@ -343,7 +362,7 @@ class ServerCore:
             return []
         if not self.has_state:
             if configuration.sequencer == self.rank:
-                return self._fail("all servers that knew the state of training are gone")
+                return self._fail(f"all servers that knew the state of training are gone; {LOST_PARTS_ADVICE}")
             # What came early stays, until the state is there
             return [*self.log.adopt(configuration, now_s, has_state=False)]
         actions = self._request_copies()
@@ -372,7 +391,8 @@ class ServerCore:
             if replica.is_loaded:
                 continue
             if configuration.primaries[index] == self.rank:
-                return self._fail(f"part {index} was lost with its primary before it was copied to rank {self.rank}")
+                lost = f"part {index} was lost with its primary before it was copied to rank {self.rank}"
+                return self._fail(f"{lost}; {LOST_PARTS_ADVICE}")
             request = RequestCopy(configuration.epoch, index, self.state.position)
             actions.append(OutgoingMessage(configuration.primaries[index], request))
         return actions
@@ -437,6 +457,8 @@ class ServerCore:
         epoch, backup = self.configuration.epoch, self.configuration.backups[index]
         if backup not in (NO_BACKUP, self.rank):
             return [OutgoingMessage(backup, ReplicatePart(epoch, worker, step, index), gradient)]
+        if len(self.configuration.servers) == 1:  # the worker does not wait for it
+            return []
         return [OutgoingMessage(worker, PartStaged(epoch, step, index))]
 
     def _load_copy(self, message: PartCopy, copy: Array) -> None:
@@ -585,7 +607,7 @@ class ServerCore:
             if without <= self._lost:
                 ranks = " and ".join(str(rank) for rank in sorted(without))
                 reason = f"{len(error.parts)} parts of the parameters were only on rank {ranks}, which is gone"
-                return self._fail(reason)
+                return self._fail(f"{reason}; {LOST_PARTS_ADVICE}")
         # Who only does not answer cannot be spared: it is waited for.
         self._suspected &= self._lost
         return self._propose()

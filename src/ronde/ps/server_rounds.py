@@ -40,9 +40,9 @@ from ronde.errors import OperationTimeout, PeerLost, ProtocolError, RondeError, 
 from ronde.net.event_loop import start_thread
 from ronde.net.messages import LeaveReason
 from ronde.ps.participant import Participant
-from ronde.ps.partition import Array, Configuration, PartsLost, change_servers
-from ronde.ps.protocol import OutgoingMessage, encode
-from ronde.ps.server import ServerCore, ServerSetup
+from ronde.ps.partition import Array, Configuration, PartsLost, change_servers, make_configuration
+from ronde.ps.protocol import OutgoingMessage, make_batches
+from ronde.ps.server import LOST_PARTS_ADVICE, ServerCore, ServerSetup
 from ronde.settings import FIRST_SERVER, Settings
 from ronde.types import Deadline
 
@@ -90,6 +90,8 @@ class Greeting(NamedTuple):
     is_server_process: bool
     instances: dict[int, InstanceView]
     """By number, the parameter servers that it takes part in and that are established, or that it wants to join."""
+    finished: frozenset[int] = frozenset()
+    """Those whose training is over, as far as it knows."""
 
 
 class InstanceStart(NamedTuple):
@@ -182,6 +184,10 @@ class ServerRounds:
         """By parameter server, the configuration with which it has gone on in this round."""
         self._wanted: set[int] = set()
         """Parameter servers that this process wants to join."""
+        self._finished: set[int] = set()
+        """Those whose training is over."""
+        self._trained: set[int] = set()
+        """Those that others had made and trained when this round began."""
         self._creations: dict[int, _Creation] = {}
         self._round: _Round | None = None
         self._changed = threading.Condition()
@@ -214,6 +220,10 @@ class ServerRounds:
         self._num_made += 1
         return self._num_made - 1
 
+    def use_instance(self, instance: int) -> None:
+        """The next parameter server is the one behind this, which all workers of a group have agreed on."""
+        self._num_made = instance + 1
+
     def stop(self) -> None:
         """Leave the round, for good. Parameter servers that are not closed are lost."""
         self._is_stopping = True
@@ -225,35 +235,43 @@ class ServerRounds:
     def release(self, instance: int) -> None:
         """A parameter server is closed. Without any, a worker leaves the rounds."""
         with self._changed:
-            self.participants.pop(instance, None)
-            self._established.discard(instance)
+            self._forget(instance)
             is_last = not self.participants and not self._is_server_process
         if is_last:
             self.stop()
+
+    def _forget(self, instance: int) -> None:
+        """A parameter server is not needed any more. It is remembered whether its training is over: for a process that
+        comes later and would make it again. Called with the lock."""
+        participant = self.participants.pop(instance, None)
+        if participant is not None and participant.is_finished:
+            self._finished.add(instance)
+        self._established.discard(instance)
 
     def create(
         self,
         instance: int,
         setup: ServerSetup,
-        make_configuration: Callable[[tuple[int, ...]], Configuration],
+        choose_servers: Callable[[tuple[int, ...]], Configuration],
         load: Callable[[Configuration], Iterable[OutgoingMessage]],
         deadline: Deadline,
     ) -> Configuration:
         """Make a parameter server, as its creator: give its servers the setup, and the first values, which load()
-        returns as messages. make_configuration() gets the numbers of the server processes. Return its configuration,
+        returns as messages. choose_servers() gets the numbers of the server processes. Return its configuration,
         when all servers have them."""
         self.start()
         creation = self._creations[instance] = _Creation()
         while True:
             round = self._wait_for_round({*setup.workers}, deadline)
             creation.attempt, creation.ready = creation.attempt + 1, set()
-            configuration = make_configuration(round.servers)
+            configuration = choose_servers(round.servers)
             packed = self.pack((sys.path, cloudpickle.dumps((setup, configuration))))
             for to in configuration.servers:
                 self.post(to, RoundMessageKind.CREATE, instance, b"", packed, attempt=creation.attempt)
             messenger = RoundMessenger(self, instance)
-            for to, message, payload in load(configuration):
-                messenger.post(to, encode(message), payload)
+            for each in load(configuration):
+                for batch in make_batches((each,)):
+                    messenger.post(*batch)
             with self._changed:
                 while self._round is round and creation.ready != {*configuration.servers}:
                     self._check(deadline, "the servers did not get the first values")
@@ -265,6 +283,14 @@ class ServerRounds:
             for to in configuration.servers:
                 self.post(to, RoundMessageKind.ESTABLISH, instance, b"", None, attempt=creation.attempt)
             return configuration
+
+    def is_made(self, instance: int, workers: set[int], deadline: Deadline) -> bool:
+        """Whether others have made the parameter server, and train it or have done so. Waits until these workers are in
+        a round."""
+        self.start()
+        self._wait_for_round(workers, deadline)
+        with self._changed:
+            return instance in self._trained or instance in self._finished
 
     def add(self, instance: int, setup: ServerSetup, configuration: Configuration) -> Participant:
         """Take part in a parameter server that is established. If this process is a server of it, it does already."""
@@ -278,20 +304,32 @@ class ServerRounds:
         self.start()
         return participant
 
-    def join(self, instance: int, deadline: Deadline) -> Participant:
-        """Take part in a parameter server that others have made, or are about to make."""
+    def join(self, instance: int, deadline: Deadline) -> Participant | None:
+        """Take part in a parameter server that others have made, or are about to make. None if its training is over."""
         with self._changed:
             self._wanted.add(instance)
         self.start()
         asked_s = time.monotonic()
         with self._changed:
             while instance not in self.participants:
+                if instance in self._finished:
+                    self._wanted.discard(instance)
+                    return None
                 self._check(deadline, f"nobody has made parameter server {instance}")
                 self._changed.wait(WAIT_CHECK_S)
                 if self._round is not None and time.monotonic() - asked_s > REJOIN_INTERVAL_S:
                     asked_s = time.monotonic()
                     self._must_leave.set()  # others tell what they know when a round begins
             return self.participants[instance]
+
+    def make_finished(self, instance: int, setup: ServerSetup) -> Participant:
+        """A part in a parameter server whose training is over, for a process that has come too late. Nobody hears of
+        it."""
+        configuration = make_configuration(setup.all_parts, (self.number,))
+        participant = Participant(self.number, setup, configuration)
+        participant.messenger = RoundMessenger(self, instance)
+        participant.worker.is_finished = participant.worker.has_left = True
+        return participant
 
     def _wait_for_round(self, workers: set[int], deadline: Deadline) -> _Round:
         """Wait until these workers and all server processes are in a round."""
@@ -362,6 +400,8 @@ class ServerRounds:
                 return
             was_ready = participant.is_served.is_set()
             participant.handle(source, header, message.payload)
+            if participant.server is not None and participant.server.is_evicted:
+                self._must_leave.set()  # it was stopped, and the others went on: in the next round it is a new server
             if participant.is_served.is_set() and not was_ready:
                 self._report_ready(instance)
         elif kind == RoundMessageKind.CREATE:
@@ -480,7 +520,8 @@ class ServerRounds:
             }
             for instance in self._wanted - instances.keys():
                 instances[instance] = InstanceView(None, serves, True)
-        return Greeting(self.number, self._is_server_process, instances)
+            finished = frozenset(self._finished)
+        return Greeting(self.number, self._is_server_process, instances, finished)
 
     def _exchange_starts(self, world: World, greetings: list[Greeting]) -> dict[int, InstanceStart]:
         """How each parameter server goes on. The first process that knows one tells all others. Collective."""
@@ -506,6 +547,13 @@ class ServerRounds:
     def _begin(self, greetings: list[Greeting], starts: dict[int, InstanceStart]) -> None:
         """Begin a new epoch of each parameter server; no message of the round has been handled yet."""
         with self._changed:
+            self._finished.update(*(greeting.finished for greeting in greetings))
+            self._trained = {
+                instance
+                for greeting in greetings
+                for instance, view in greeting.instances.items()
+                if view.trains and view.configuration is not None
+            }
             for instance in [
                 each for each in self.participants if each not in starts and each not in self._established
             ]:
@@ -517,8 +565,7 @@ class ServerRounds:
             with self._changed:
                 participant = self.participants.get(instance)
                 if self._is_server_process and not is_trained:
-                    self.participants.pop(instance, None)  # all workers have closed it
-                    self._established.discard(instance)
+                    self._forget(instance)  # all workers have closed it, or are lost
                     continue
                 if start.configuration is not None:
                     self._newest[instance] = start.configuration
@@ -564,7 +611,8 @@ def plan_start(instance: int, setup: ServerSetup, greetings: list[Greeting]) -> 
         configuration = change_servers(newest, setup.all_parts, lost=lost, added=serving, replicate=setup.replicate)
     except PartsLost as error:
         names = ", ".join(describe_member(number) for number in error.servers)
-        return InstanceStart(sent, None, f"{len(error.parts)} parts of the parameters were only on {names}: gone")
+        reason = f"{len(error.parts)} parts of the parameters were only on {names}, gone; {LOST_PARTS_ADVICE}"
+        return InstanceStart(sent, None, reason)
     return InstanceStart(sent, configuration)
 
 
@@ -596,9 +644,10 @@ def server_rounds_of_job() -> ServerRounds | None:
     rounds = _state.rounds
     if rounds is None or rounds.error is not None or rounds._is_stopping:
         number = settings.worker if settings.elastic and settings.worker >= 0 else current_world().rank
-        before = rounds._num_made if rounds is not None else 0
-        rounds = _state.rounds = ServerRounds(settings, number)
-        rounds._num_made = before
+        before, rounds = rounds, ServerRounds(settings, number)
+        if before is not None:
+            rounds._num_made, rounds._finished = before._num_made, before._finished
+        _state.rounds = rounds
         atexit.register(rounds.stop)
     return rounds
 

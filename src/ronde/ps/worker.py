@@ -1,20 +1,22 @@
 """A worker: its pushes, reads and leases while they are under way. Without I/O.
 
-A push is staged part by part, and committed when all parts are staged on all their replicas. Whatever is not answered
+A push is staged part by part, and committed when all parts are staged on all their replicas. If there is one server, it
+gets the parts ahead of the entry that commits them, so nobody has to wait in between. Whatever is not answered
 is sent again when the configuration changes; servers recognize what they have. A read that is under way then begins
 anew, because the parts that are missing can no longer be had in its version.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from ronde.errors import ProtocolError
-from ronde.ps.commit_log import AddWorker, BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
-from ronde.ps.leases import Lease
+from ronde.ps.commit_log.leases import Lease
+from ronde.ps.commit_log.log_state import AddWorker, BeginRead, CommitPush, Entry, RemoveWorker, TakeLease
 from ronde.ps.partition import Array, Configuration
 from ronde.ps.protocol import (
     Committed,
@@ -44,7 +46,7 @@ class PendingPush:
     gradients: dict[int, Array] = field(default_factory=dict)
     """By part. They are kept, and must not be changed, until they are committed."""
     unstaged: set[int] = field(default_factory=set)
-    """The parts that are not known to be on all their replicas."""
+    """The parts that are not known to be on all their replicas. The only server does not tell."""
     entry: CommitPush | None = None
     """What is to be submitted when all parts are staged."""
 
@@ -125,6 +127,8 @@ class WorkerCore:
         """By step, those that are not committed."""
         self._submitted: dict[int, Entry] = {}
         """By request, what is not answered."""
+        self._held: deque[int] = deque()
+        """Requests among them that are not sent: a push that is staged anew, and what was submitted behind it."""
         self._last_request = 0
         self._last_read = 0
         self._silent: set[int] = set()
@@ -158,7 +162,7 @@ class WorkerCore:
     def begin_read(self, *, with_states: bool = False, save_to: str = "") -> list[OutgoingMessage]:
         """Read the parameters without a push."""
         number = self._new_read(with_states, save_to)
-        return [self._submit(BeginRead(self.rank, 0, number, with_states, save_to))]
+        return self._submit(BeginRead(self.rank, 0, number, with_states, save_to))
 
     @property
     def next_read(self) -> int:
@@ -174,16 +178,16 @@ class WorkerCore:
 
     def take_lease(self, epoch: int, num_samples: int, count: int) -> tuple[int, list[OutgoingMessage]]:
         """Ask for samples. Return the number of the request, under which `leases` gets them."""
-        send = self._submit(TakeLease(self.rank, 0, epoch, num_samples, count))
-        return self._last_request, [send]
+        sends = self._submit(TakeLease(self.rank, 0, epoch, num_samples, count))
+        return self._last_request, sends
 
     def join(self) -> list[OutgoingMessage]:
         """This worker comes later than the others. Nothing else may be asked for until it has joined."""
-        return [self._submit(AddWorker(self.rank, 0))]
+        return self._submit(AddWorker(self.rank, 0))
 
     def leave(self) -> list[OutgoingMessage]:
         """This worker pushes and reads nothing any more."""
-        return [self._submit(RemoveWorker(self.rank, 0))]
+        return self._submit(RemoveWorker(self.rank, 0))
 
     def ping(self) -> list[OutgoingMessage]:
         """Called when an answer takes long: ask all servers whether they are there, and report those that have not
@@ -292,25 +296,42 @@ class WorkerCore:
         self.read = PendingRead(self._last_read, set(range(num_parts)), with_states, save_to)
         return self._last_read
 
-    def _submit(self, entry: Entry) -> OutgoingMessage:
-        """Give an entry its number, and send it."""
+    def _submit(self, entry: Entry) -> list[OutgoingMessage]:
+        """Give an entry its number, and send it, unless others before it are held."""
         self._last_request += 1
         entry = msgspec.structs.replace(entry, request=self._last_request)
         self._submitted[self._last_request] = entry
-        return self._submit_message(entry)
+        if self._held:
+            self._held.append(self._last_request)
+            return []
+        return [self._submit_message(entry)]
 
     def _submit_message(self, entry: Entry) -> OutgoingMessage:
         return OutgoingMessage(self.configuration.sequencer, Submit(self.configuration.epoch, entry))
 
+    def _may_submit(self, push: PendingPush) -> bool:
+        """Whether all parts of a push are on their replicas when the sequencer gets the entry that commits it. The only
+        server has no replica, and has them because messages come in their order."""
+        return not push.unstaged or len(self.configuration.servers) == 1
+
+    def _is_free(self, entry: Entry | None) -> bool:
+        """Whether an entry that was submitted may be sent again."""
+        push = self._pushes.get(entry.step) if isinstance(entry, CommitPush) else None
+        return push is None or self._may_submit(push)
+
     def _submit_staged(self) -> list[OutgoingMessage]:
-        """Submit the pushes that are staged, in the order of their steps."""
+        """Send entries that were held until a push was staged, and submit the pushes that are staged, in the order of
+        their steps."""
         sends: list[OutgoingMessage] = []
+        while self._held and self._is_free(self._submitted.get(self._held[0])):
+            held = self._submitted.get(self._held.popleft())
+            sends += [self._submit_message(held)] if held is not None else []
         for step in sorted(self._pushes):
             push = self._pushes[step]
-            if push.entry is None or push.unstaged:
+            if push.entry is None or not self._may_submit(push):
                 break
             if not push.entry.request:
-                sends.append(self._submit(push.entry))
+                sends += self._submit(push.entry)
                 push.entry = msgspec.structs.replace(push.entry, request=self._last_request)
         return sends
 
@@ -328,13 +349,17 @@ class WorkerCore:
         reads_again = self.read is not None and bool(self.read.missing)
         waiting_push = next((push for push in self._pushes.values() if push.entry and not push.entry.request), None)
         submitted, self._submitted = self._submitted, {}
+        self._held.clear()
         for request, entry in sorted(submitted.items()):
             if isinstance(entry, BeginRead):
                 continue
             if isinstance(entry, CommitPush):
                 entry = msgspec.structs.replace(entry, read=0)
             self._submitted[request] = entry
-            sends.append(self._submit_message(entry))
+            if self._held or not self._is_free(entry):
+                self._held.append(request)  # the sequencer knows entries by the largest number: none may go ahead
+            else:
+                sends.append(self._submit_message(entry))
         if reads_again and not (waiting_push is not None and waiting_push.entry and waiting_push.entry.read):
             assert self.read is not None
             before = self.read.number
@@ -346,4 +371,4 @@ class WorkerCore:
                     pending.versions.clear()
         for request in self.row_requests:
             sends += self._row_messages(request)
-        return sends
+        return [*sends, *self._submit_staged()]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ronde.exit_codes import LOST_CODE
 from ronde.launch.driver.driver import Driver
 from ronde.launch.driver.failure_report import JobResult
 from ronde.launch.job import Job
@@ -29,7 +30,7 @@ from ronde.search.results import format_value
 from ronde.search.space import Parameters
 from ronde.search.trial_output import TrialOutput
 from ronde.search.worker_group import GroupEvent, GroupLost, WorkerEvent, describe_loss, kill_driver
-from ronde.text import LOST_CODE, shorten
+from ronde.text import shorten
 
 MAX_LINE_BYTES = 64 * 1024
 """A longer line is no metric."""

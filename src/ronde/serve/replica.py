@@ -9,6 +9,7 @@ connection to the front ends, the process does.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import shutil
 import signal
@@ -335,6 +336,7 @@ class _ReplicaProcess:
         finally:
             if str(folder) != message.path:  # what was fetched is in memory now
                 shutil.rmtree(folder, ignore_errors=True)
+        gc.freeze()  # what there is by now stays: a later collection need not look through it while a batch waits
         with self._lock:
             if message.version in self._unwanted:
                 return

@@ -10,6 +10,7 @@ more connections, answers what was asked, and ends the replicas. SIGHUP makes it
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import os
@@ -354,6 +355,9 @@ class _Service:
                 if ready in waiting and ready.done():
                     waiting.discard(ready)
                     loaded = ready.result()  # or its error
+                    # What there is by now stays: the collector need not look through it, which takes 20 ms and more,
+                    # while requests wait.
+                    gc.freeze()
                     replicas = format_count(self._job.num_ranks, "replica")
                     self._on_event(
                         f"ready: {server.url}/v2/models/{name} (loaded in {loaded.load_s:.1f} s, {replicas})"

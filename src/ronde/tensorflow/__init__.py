@@ -31,7 +31,7 @@ from ronde.tensorflow.gradients import reduce_gradients
 from ronde.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from ronde.tensorflow.sharding import ShardedDataset, shard
 from ronde.tensorflow.stream_dataset import stream_dataset
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.gradient_settings import GradientSettings
 from ronde.training.graph_errors import find_error
 from ronde.training.metrics import average_metrics
 

@@ -38,8 +38,8 @@ from ronde.tensorflow.graph_operations import (
 )
 from ronde.tensorflow.tracing import backward_name, operation_name, without_autograph
 from ronde.text import format_ranks
+from ronde.training.batch_moments import backpropagate, unweigh, weigh
 from ronde.training.graph_operations import GraphOperation, group_of, read_number
-from ronde.training.moments import backpropagate, unweigh, weigh
 from ronde.types import DType, Op, parse_op
 
 DTYPES = frozenset(dtype.name.lower() for dtype in DType)

@@ -42,10 +42,10 @@ from ronde.tensorflow.graph_operations import (
 from ronde.tensorflow.plan_channels import plan_channels
 from ronde.tensorflow.tracing import backward_name, find_call_site, unique_in_graph, without_autograph
 from ronde.text import shorten
-from ronde.training.adapter import ParameterInfo
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.adapter import ParameterInfo
+from ronde.training.gradients.gradient_settings import GradientSettings
+from ronde.training.gradients.planned_buckets import GradientLayout, PlannedBucket, plan_buckets
 from ronde.training.graph_operations import GraphOperation, group_of
-from ronde.training.planned_buckets import GradientLayout, PlannedBucket, plan_buckets
 from ronde.types import Deadline, DType, Op, OperationKind, parse_op
 
 CODECS = ("none", "float16", "bfloat16")

@@ -13,7 +13,7 @@ from ronde.comm.world import resolve_group
 from ronde.tensorflow.collectives import size_op
 from ronde.tensorflow.gradients import reduce_gradients
 from ronde.tensorflow.tracing import without_autograph
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.gradient_settings import GradientSettings
 from ronde.types import Op
 
 _ATTRIBUTE = "_ronde_reduction"

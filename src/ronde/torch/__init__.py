@@ -33,16 +33,15 @@ from ronde.torch.collectives import (
     reduce_scatter,
     scatter,
 )
-from ronde.torch.elastic_sampler import ElasticBatchSampler
 from ronde.torch.learning_rate import cosine, milestones, scale_lr, warmup
 from ronde.torch.local_sgd import LocalSGD
 from ronde.torch.optimizer import Distributed, DistributedOptimizer
-from ronde.torch.sampler import ShardedSampler
+from ronde.torch.samplers import ElasticBatchSampler, ShardedSampler
 from ronde.torch.sharded_embedding import ShardedEmbedding
 from ronde.torch.stream_dataset import StreamDataset
 from ronde.torch.sync_check import SyncCheck, check_in_sync
 from ronde.torch.tensors import TensorWork
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.gradient_settings import GradientSettings
 from ronde.training.metrics import average_metrics
 
 __all__ = [

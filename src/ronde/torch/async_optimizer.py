@@ -45,7 +45,13 @@ class AsyncOptimizer(Optimizer):
     With `module`, the model that has the parameters, step() does not wait: parameters are read while the forward pass
     runs, and each layer waits for its own before its forward(). Code that uses parameters outside of a forward() calls
     finish_step() before.
+
+    Parameters that are frozen (requires_grad is False) when it is made are not trained. For those that are to be
+    trained later, or are added, make another AsyncOptimizer.
     """
+
+    _is_made = False
+    """Whether its parameters are those that servers know."""
 
     def __init__(
         self,
@@ -64,21 +70,26 @@ class AsyncOptimizer(Optimizer):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"AsyncOptimizer takes an optimizer of PyTorch, got {type(optimizer).__name__}")
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._is_made = True
         given = {id(parameter): name for name, parameter in named_parameters or ()}
+        self._frozen: list[tuple[str, Tensor]] = []
+        """Parameters that were frozen when this object was made, with their names."""
         self._named: dict[str, Tensor] = {}
         self._embeddings: dict[str, ShardedEmbedding] = {}
         tables: dict[str, EmbeddingTable] = {}
         groups: dict[str, int] = {}
         for number, param_group in enumerate(self.param_groups):
             for index, parameter in enumerate(param_group["params"]):
-                if parameter.requires_grad:
-                    name = given.get(id(parameter), f"{number}.{index}")
-                    embedding = getattr(parameter, "ronde_embedding", None)
-                    if embedding is not None:
-                        self._embeddings[name], tables[name] = embedding, embedding.make_table(number)
-                        continue
-                    self._named[name] = parameter
-                    groups[name] = number
+                name = given.get(id(parameter), f"{number}.{index}")
+                if not parameter.requires_grad:
+                    self._frozen.append((name, parameter))
+                    continue
+                embedding = getattr(parameter, "ronde_embedding", None)
+                if embedding is not None:
+                    self._embeddings[name], tables[name] = embedding, embedding.make_table(number)
+                    continue
+                self._named[name] = parameter
+                groups[name] = number
         arrays = {name: parameter_array(name, parameter) for name, parameter in self._named.items()}
         self._learns_lr = server_optimizer is None
         """Whether the learning rates of param_groups count."""
@@ -114,6 +125,12 @@ class AsyncOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {name} was frozen when AsyncOptimizer was made, so the servers do not train it; close "
+                    "this AsyncOptimizer and make another one"
+                )
         lrs = [float(each["lr"]) for each in self.param_groups] if self._learns_lr else []
         for embedding in self._embeddings.values():
             embedding.stage_gradients()
@@ -135,6 +152,29 @@ class AsyncOptimizer(Optimizer):
         if not self._is_lazy:
             self.server.finish_step()
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """It is refused: servers train the parameters that there were when this object was made."""
+        if self._is_made:
+            raise ValueError(
+                "parameters cannot be added to an AsyncOptimizer, whose servers would not train them; close it and "
+                "make another one with all parameters"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """It is refused, because the state is on the servers: see ronde.ps.ParameterServer.state_dict() and save()."""
+        raise ValueError(
+            "the state of an AsyncOptimizer is on the servers: one rank calls optimizer.server.state_dict(), or "
+            "optimizer.server.save(folder), and AsyncOptimizer(…, state=…) goes on from there"
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """It is refused: give `state` when this object is made."""
+        raise ValueError(
+            "the state of an AsyncOptimizer is on the servers: give AsyncOptimizer(…, state=…) what "
+            "optimizer.server.state_dict() or ronde.ps.load_checkpoint() has returned"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as PyTorch's optimizers do, also those of rows of a ShardedEmbedding."""
@@ -221,6 +261,11 @@ def parameter_array(name: str, parameter: Tensor) -> Array:
     """The memory of a parameter as an array."""
     if parameter.device.type != "cpu":
         raise TypeError(f"parameter {name} is on {parameter.device}; a parameter server takes those on the CPU")
+    if parameter.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"parameter {name} is {parameter.dtype}; servers train float32 and float64. Keep parameters in float32, "
+            "compute in torch.autocast, and give compression='bfloat16' or 'float16' to send less"
+        )
     array: Array = parameter.detach().numpy()
     return array
 

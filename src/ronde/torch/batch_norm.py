@@ -23,8 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.torch.tensors import ReduceOptions, allgather_tensors, allreduce_tensors
-from ronde.training.moments import backpropagate, unweigh, weigh
-from ronde.training.steps import gradient_weight
+from ronde.training.batch_moments import backpropagate, unweigh, weigh
+from ronde.training.gradients.steps import gradient_weight
 
 
 class SyncBatchNorm(_BatchNorm):

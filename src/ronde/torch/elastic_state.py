@@ -42,8 +42,8 @@ from ronde.torch.broadcast_state import (
     sync_optimizer_state,
     sync_parameters,
 )
-from ronde.torch.elastic_sampler import ElasticBatchSampler
 from ronde.torch.optimizer import Distributed, OptimizerReducers, find_open_reducers
+from ronde.torch.samplers import ElasticBatchSampler
 from ronde.training.sample_sharding import SamplePosition
 
 # end_step() is called in every step, so it is written without loops and calls in Python where that is possible.

@@ -40,7 +40,7 @@ from ronde.comm.group import Group
 from ronde.torch.collectives import allreduce_sparse
 from ronde.torch.sync_check import checksum_tensor
 from ronde.torch.tensors import CPU, ReduceOptions, tensor_view
-from ronde.training.adapter import BucketMemory, GradientKind, ParameterInfo
+from ronde.training.gradients.adapter import BucketMemory, GradientKind, ParameterInfo
 
 LARGE_BYTES = 64 * 1024
 """From this size on, copying a gradient takes longer than the call that copies it."""

@@ -29,11 +29,11 @@ from ronde.comm.world import current_world, is_initialized
 from ronde.torch.broadcast_state import broadcast_parameters
 from ronde.torch.gradient_buckets import TorchAdapter, TorchBackwardPass, disable_dynamo, find_frame
 from ronde.torch.tensors import tensor_view
-from ronde.training.compression import CastCodec, Codec, find_codec
-from ronde.training.gradient_settings import GradientSettings
-from ronde.training.ready_counter import ReadyCounter
-from ronde.training.reducer import Reducer
-from ronde.training.steps import PassCallback, TrainingStep
+from ronde.training.gradients.compression import CastCodec, Codec, find_codec
+from ronde.training.gradients.gradient_settings import GradientSettings
+from ronde.training.gradients.ready_counter import ReadyCounter
+from ronde.training.gradients.reducer import Reducer
+from ronde.training.gradients.steps import PassCallback, TrainingStep
 from ronde.types import Op, parse_op
 
 

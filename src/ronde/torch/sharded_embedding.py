@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ronde.ps import EmbeddingTable, NormalRows, ParameterServer
 from ronde.ps import Optimizer as ServerOptimizer
-from ronde.ps.embedding_tables import RowInitializer
+from ronde.ps.tables.embedding_table import RowInitializer
 
 
 class ShardedEmbedding(nn.Module):

@@ -18,7 +18,7 @@ from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
-from ronde.training.adapter import ParameterInfo
+from ronde.training.gradients.adapter import ParameterInfo
 
 FINGERPRINT_BYTES = 16
 

@@ -22,7 +22,7 @@ from ronde.comm.world import current_world
 from ronde.elastic import State, run
 from ronde.errors import CheckpointError
 from ronde.torch import Checkpoints, DistributedOptimizer, ElasticBatchSampler, broadcast_state
-from ronde.training.reducer import Reducer
+from ronde.training.gradients.reducer import Reducer
 from tests.jobs.scripts.control import ControlSocket, until
 from tests.limits import LONG_S
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import ronde
 from ronde.comm.buffers import Array
 from ronde.torch import DistributedOptimizer, gradient_buckets
-from ronde.training.adapter import ParameterInfo
-from ronde.training.bucket_assignment import GradientBucket
-from ronde.training.compression import WireArray
+from ronde.training.gradients.adapter import ParameterInfo
+from ronde.training.gradients.bucket_assignment import GradientBucket
+from ronde.training.gradients.compression import WireArray
 from tests.jobs.torch_checks.checks import (
     Twins,
     assert_close,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import ronde
 from ronde.torch import convert_sync_batchnorm
-from ronde.training.steps import set_sample_counts
+from ronde.training.gradients.steps import set_sample_counts
 from tests.jobs.torch_checks.checks import BATCH, Twins, assert_close, batch, loss_of, on, perceptron
 
 DIVISIONS = [(11, 5), (8, 8), (16, 0), (0, 16), (1, 15)]

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ronde
 from ronde.comm.backends import native_library
 from ronde.torch import gradient_buckets
-from ronde.training import reducer
+from ronde.training.gradients import reducer
 from tests.jobs.torch_checks.checks import assert_same_on_all_ranks, distributed, on
 
 LEAVING_STEP = 2

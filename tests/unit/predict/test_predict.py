@@ -18,9 +18,12 @@ import pytest
 from pyarrow import parquet
 
 from ronde.data import decode_image
+from ronde.data.files import LocalFolder
 from ronde.errors import DataError, ModelError
 from ronde.predict import PredictManifest, PredictOptions, predict
 from ronde.predict.plan import choose_part_rows, cut_rows, order_parts
+from ronde.predict.rows import fit_input
+from ronde.serve.model import TensorInfo
 from tests.unit.data.made_data import write_images
 from tests.unit.serve.made_models import WEIGHTS, write_image_mean, write_linear
 
@@ -150,6 +153,49 @@ def test_ranks_that_run_at_the_same_time_make_one_output(tmp_path: Path, options
     assert manifests[0] == manifests[1] == manifests[2]
     assert [row["row"] for row in read_rows(options.output)] == list(range(200))
     assert not (tmp_path / "out.csv.work").exists()
+
+
+def test_a_rank_that_others_overtake_at_the_end_returns_what_they_have_made(
+    tmp_path: Path, options: PredictOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_csv(tmp_path / "in.csv", 60)
+    write = LocalFolder.write
+
+    def write_late(folder: LocalFolder, name: str, data: Any) -> None:
+        """The first part is written when another rank has finished everything, and is removing the folder."""
+        if "part-" in name:
+            monkeypatch.setattr(LocalFolder, "write", write)
+            predict(options)
+            raise FileNotFoundError(name)
+        write(folder, name, data)
+
+    monkeypatch.setattr(LocalFolder, "write", write_late)
+    assert predict(options).num_rows == 60
+    assert [row["row"] for row in read_rows(options.output)] == list(range(60))
+    assert not (tmp_path / "out.csv.work").exists()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "good", "bad"),
+    [
+        ("int32", ["1", "2", "3", "-4"], ["1", "2", "3", str(2**40)]),
+        ("uint8", [1, 2, 3, 255], [1, 2, 3, 256]),
+        ("float16", ["1", "2", "nan", "-65504"], ["1", "2", "3", "1e6"]),
+        ("float32", np.arange(4), np.array([1, 2, 3, 1e39])),
+        ("bool", ["true", "False", "0", "1"], ["true", "no", "0", "1"]),
+        ("int64", np.array([True, False, True, True]), np.array([1.0, 2, 3, 4])),
+    ],
+)
+def test_numbers_that_an_input_cannot_hold_are_errors_and_never_other_numbers(dtype: str, good: Any, bad: Any) -> None:
+    info = TensorInfo(name="x", dtype=dtype, shape=(None, 4))
+    made = fit_input(info, good)
+    assert made.dtype == dtype and made.shape == (4,)
+    if dtype == "bool":
+        assert made.tolist() == [True, False, False, True]
+    else:
+        np.testing.assert_array_equal(made.astype(np.float64), np.asarray(good).astype(np.float64))
+    with pytest.raises(ValueError, match="cannot hold|neither true nor false|the model takes"):
+        fit_input(info, bad)
 
 
 def test_settings_that_do_not_fit_fail_at_once_and_name_the_reason(tmp_path: Path, options: PredictOptions) -> None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ronde.ps.commit_log import LogState
-from ronde.ps.embedding_tables import EmbeddingTable, TablePart, UniformRows, pack_arrays
+from ronde.ps.commit_log.log_state import LogState
+from ronde.ps.commit_log.staleness import Mode, StalenessSettings
 from ronde.ps.partition import Array, Configuration, Part, PartsLost, TensorSlice, change_servers, make_configuration
+from ronde.ps.payloads import pack_arrays
 from ronde.ps.protocol import (
     FOR_WORKERS,
     NewConfiguration,
@@ -23,12 +24,12 @@ from ronde.ps.protocol import (
     PartCopy,
     ServerState,
     SuspectServer,
-    decode,
-    encode,
+    make_batches,
+    split_batch,
 )
 from ronde.ps.server import PartReplica, Propose, SendState, ServerCore, ServerSetup
-from ronde.ps.staleness import Mode, StalenessSettings
-from ronde.ps.table_replica import TableReplica, make_header
+from ronde.ps.tables.embedding_table import EmbeddingTable, TablePart, UniformRows
+from ronde.ps.tables.server import TableReplica, make_header
 from ronde.ps.worker import WorkerCore
 
 
@@ -45,6 +46,12 @@ class CountingOptimizer:
 
 
 NUM_TABLE_PARTS = 2
+
+
+def encode(message: OutgoingMessage) -> bytes:
+    """The header with which a message would travel alone."""
+    ((_, header, _),) = make_batches([message])
+    return header
 
 
 def split_rows(rows: Iterable[int]) -> dict[int, Array]:
@@ -233,12 +240,12 @@ class Simulation:
             elif isinstance(action, SendState):
                 epoch = self.servers[source].configuration.epoch
                 link = self.links.setdefault((source, action.to), deque())
-                link.append((encode(ServerState(epoch)), copy.deepcopy(action.state)))
+                link.append((encode(OutgoingMessage(action.to, ServerState(epoch))), copy.deepcopy(action.state)))
             else:
                 assert isinstance(action, OutgoingMessage)
                 if action.to not in self.dead:
                     link = self.links.setdefault((source, action.to), deque())
-                    link.append((encode(action.message), action.payload))
+                    link.append((encode(action), action.payload))
 
     def deliver_one(self) -> bool:
         """Deliver the first message of some link; whether there was one."""
@@ -252,7 +259,7 @@ class Simulation:
             if to in self.servers:
                 self.send(to, self.servers[to].member_lost(item.rank, self.now_s))
             return True
-        message, payload = decode(item[0]), item[1]
+        ((message, _),), payload = split_batch(item[0], None), item[1]
         if isinstance(message, ServerState):
             assert isinstance(payload, LogState)
             if self.servers[to].wants_state(message):

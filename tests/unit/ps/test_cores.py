@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.ps.staleness import Mode
+from ronde.ps.commit_log.staleness import Mode
 from tests.unit.ps.simulation import Simulation
 
 SEEDS = st.integers(0, 2**32)

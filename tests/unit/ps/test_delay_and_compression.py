@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ronde.comm.world import World
 from ronde.ps import SGD, EmbeddingTable, GradientNoise, ParameterServer, UniformRows
-from ronde.ps.compression import decode_values, encode_values
+from ronde.ps.payloads import decode_values, encode_values
 from tests.conformance.ranks import run_threads
 from tests.limits import PATIENCE_S
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from ronde.comm.world import World
 from ronde.errors import ProtocolError
 from ronde.ps import LAMB, SGD, Adagrad, Adam, EmbeddingTable, NormalRows, ParameterServer, UniformRows
-from ronde.ps.commit_log import Update
-from ronde.ps.embedding_tables import cut_table, pack_arrays, sum_duplicates, unpack_arrays
-from ronde.ps.table_replica import TableReplica, make_header
+from ronde.ps.commit_log.log_state import Update
+from ronde.ps.payloads import pack_arrays, unpack_arrays
+from ronde.ps.tables.embedding_table import cut_table, sum_duplicates
+from ronde.ps.tables.server import TableReplica, make_header
 from tests.conformance.ranks import run_threads
 
 DIM = 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -186,17 +187,53 @@ def test_an_optimizer_may_be_written_in_python_and_only_that_of_the_first_rank_c
 
 class Failing(SignDescent):
     def compute(self, values: Any, gradient: Any, states: Any, step: int) -> Any:
-        raise ArithmeticError("no such step")
+        if gradient[0] == 1:
+            raise ArithmeticError("no such step")
+        return np.zeros(1)
 
 
-def test_an_optimizer_that_fails_is_an_error_on_all_ranks() -> None:
+@pytest.mark.parametrize(
+    ("gradient", "why"),
+    [
+        (1.0, "no such step"),
+        (2.0, r"compute\(\) of Failing must return an array of .*\(7,\).* one of \(1,\)"),
+    ],
+)
+def test_an_optimizer_that_fails_is_an_error_on_all_ranks(gradient: float, why: str) -> None:
     def body(world: World) -> None:
         server = ParameterServer([np.zeros(7)], Failing(), group=world.group, servers=[1])
-        with pytest.raises(RondeError, match=r"cannot go on: the server of rank 1 has failed: .*no such step"):
-            server.step([np.ones(7)])
+        with pytest.raises(RondeError, match=rf"^the parameter server cannot go on: the server of rank 1 .*{why}"):
+            server.step([np.full(7, gradient)])
         world.group.barrier()
 
     run_threads(2, body)
+
+
+def test_threads_that_use_one_parameter_server_at_once_are_refused_and_no_update_is_lost() -> None:
+    def body(world: World) -> None:
+        values = np.zeros(3)
+        server = ParameterServer([values], SGD(lr=1.0), mode="async", group=world.group)
+        num_steps, refusals = [0, 0], set[str]()
+
+        def use(index: int) -> None:
+            for _ in range(200):
+                try:
+                    server.step([np.full(3, -1.0)])
+                    num_steps[index] += 1
+                except RondeError as error:
+                    refusals.add(str(error))
+
+        threads = [threading.Thread(target=use, args=(index,)) for index in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all("only one thread may use a parameter server at a time" in each for each in refusals)
+        server.pull()
+        assert (values == sum(num_steps)).all()
+        server.close()
+
+    run_threads(1, body)
 
 
 def test_gradients_may_be_staged_one_by_one_and_get_noise_that_depends_on_the_seed_only() -> None:
@@ -262,6 +299,10 @@ def test_in_async_mode_the_next_gradients_may_be_sent_before_the_parameters_have
     run_threads(2, body)
 
 
+def server_state(values: Any) -> dict[str, Any]:
+    return {"version": 1, "parameters": {"0": values}, "optimizer": {}}
+
+
 def test_mistakes_are_named() -> None:
     def body(world: World) -> None:
         group = world.group
@@ -281,5 +322,12 @@ def test_mistakes_are_named() -> None:
             server.step([np.ones(3)])
         with pytest.raises(ValueError, match="is closed"):
             server.pull()
+        with pytest.raises(ValueError, match="is closed"):
+            next(server.samples(10, 1))
+        state = server_state(np.zeros(1))  # it would be spread over three elements
+        with pytest.raises(ValueError, match=r"shapes of the parameters; 0 has \(3,\), and there it has \(1,\)"):
+            ParameterServer([np.zeros(3)], SGD(lr=1.0), state=state, group=group)
+        with pytest.raises(ValueError, match="it has no 'optimizer'"):
+            ParameterServer([np.zeros(3)], SGD(lr=1.0), state={"version": 1, "parameters": {}}, group=group)
 
     run_threads(2, body)

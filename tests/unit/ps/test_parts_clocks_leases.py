@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ronde.errors import Mismatch
-from ronde.ps.leases import LeaseTable
+from ronde.ps.commit_log.leases import LeaseTable
+from ronde.ps.commit_log.log_state import (
+    AddWorker,
+    LogRecord,
+    LogState,
+    RemoveWorker,
+    ReplyCommitted,
+    ReplyRejected,
+    WorkerAdded,
+)
+from ronde.ps.commit_log.staleness import Clocks, Mode, StalenessSettings
 from ronde.ps.partition import (
     MAX_PART_BYTES,
     NO_BACKUP,
@@ -20,7 +30,6 @@ from ronde.ps.partition import (
     cut_into_parts,
     make_configuration,
 )
-from ronde.ps.staleness import Clocks, Mode, StalenessSettings
 
 TENSORS = st.lists(
     st.builds(
@@ -182,3 +191,15 @@ def test_epochs_follow_each_other() -> None:
     table.acknowledge(5, [lease.number])
     table.open_epoch(1, 4)
     assert table.grant(6, 0, 1) == lease.__class__(0, 0, ())  # who is late learns that the epoch is over
+
+
+@pytest.mark.parametrize("workers_may_join", [False, True])
+def test_training_is_over_when_all_workers_are_lost_only_if_no_others_can_come(workers_may_join: bool) -> None:
+    state = LogState(StalenessSettings(), (0,), workers_may_join=workers_may_join)
+    state.apply(LogRecord(1, 0.0, RemoveWorker(0, 0)))
+    assert state.is_finished != workers_may_join
+    effects = state.apply(LogRecord(2, 0.0, AddWorker(1, 1)))
+    assert [type(each) for each in effects] == ([WorkerAdded, ReplyCommitted] if workers_may_join else [ReplyRejected])
+    if workers_may_join:
+        state.apply(LogRecord(3, 0.0, RemoveWorker(1, 2)))  # it has come to its end
+        assert state.is_finished

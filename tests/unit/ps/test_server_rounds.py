@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ronde.ps.commit_log.staleness import StalenessSettings
 from ronde.ps.partition import NO_BACKUP, Configuration, Part, TensorSlice
 from ronde.ps.server import ServerSetup
 from ronde.ps.server_rounds import Greeting, InstanceStart, InstanceView, describe_member, plan_start
-from ronde.ps.staleness import StalenessSettings
 from ronde.settings import FIRST_SERVER
 from tests.unit.ps.simulation import CountingOptimizer
 
@@ -50,5 +50,5 @@ def test_workers_that_come_are_servers_where_ranks_are() -> None:
 def test_parts_that_nobody_has_any_more_are_an_error_with_the_names_of_their_servers() -> None:
     start = plan(greet(0, SECOND), Greeting(C, True, {}))
     assert start.configuration is None
-    assert start.failure == "2 parts of the parameters were only on server 1: gone"
+    assert start.failure.startswith("2 parts of the parameters were only on server 1, gone; start again")
     assert describe_member(3) == "worker 3"

@@ -122,6 +122,8 @@ def test_mistakes_are_named() -> None:
             AsyncOptimizer(torch.optim.LBFGS(model.parameters()), group=world.group)
         with pytest.raises(ValueError, match="do not have the option amsgrad of Adam"):
             AsyncOptimizer(torch.optim.Adam(model.parameters(), amsgrad=True), group=world.group)
+        with pytest.raises(TypeError, match=r"parameter 0\.0 is torch.bfloat16; servers train float32 and float64"):
+            AsyncOptimizer(torch.optim.SGD(nn.Linear(3, 2).bfloat16().parameters(), lr=0.1), group=world.group)
         with pytest.raises(ValueError, match=r"module does not have the parameter 0\.0"):
             optimizer = AsyncOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1), module=nn.Linear(1, 1), group=world.group
@@ -137,6 +139,28 @@ def test_mistakes_are_named() -> None:
             model(torch.ones(3)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         with pytest.raises(ValueError, match="has changed since it was sent in the backward pass"):
+            optimizer.step()
+        optimizer.close()
+
+    run_threads(1, body)
+
+
+def test_what_servers_would_not_train_or_save_is_refused() -> None:
+    def body(world: World) -> None:
+        model = nn.Linear(3, 2)
+        model.bias.requires_grad_(False)
+        optimizer = AsyncOptimizer(torch.optim.Adam(model.parameters()), group=world.group)
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        assert not model.bias.equal(torch.zeros(2)) and model.bias.grad is None
+        with pytest.raises(ValueError, match="servers would not train them; close it and make another one"):
+            optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+        with pytest.raises(ValueError, match=r"is on the servers: one rank calls optimizer\.server\.state_dict\(\)"):
+            optimizer.state_dict()
+        with pytest.raises(ValueError, match=r"give AsyncOptimizer\(…, state=…\)"):
+            optimizer.load_state_dict({})
+        model.bias.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"parameter 0\.1 was frozen when AsyncOptimizer was made"):
             optimizer.step()
         optimizer.close()
 

@@ -18,7 +18,7 @@ from ronde.comm.world import World, current_world
 from ronde.errors import CheckpointError
 from ronde.torch.checkpoints import Checkpoints
 from ronde.torch.learning_rate import warmup
-from ronde.torch.sampler import ShardedSampler
+from ronde.torch.samplers import ShardedSampler
 from tests.conformance.ranks import run_threads
 
 MODELS = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from ronde.comm.world import World
-from ronde.torch.sampler import ShardedSampler
+from ronde.torch.samplers import ShardedSampler
 from tests.conformance.ranks import run_threads
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.world import World
-from ronde.training.adapter import BucketMemory, GradientKind, ParameterInfo
-from ronde.training.compression import Codec
-from ronde.training.gradient_settings import GradientSettings
-from ronde.training.reducer import Reducer
-from ronde.training.steps import TrainingStep
+from ronde.training.gradients.adapter import BucketMemory, GradientKind, ParameterInfo
+from ronde.training.gradients.compression import Codec
+from ronde.training.gradients.gradient_settings import GradientSettings
+from ronde.training.gradients.reducer import Reducer
+from ronde.training.gradients.steps import TrainingStep
 from ronde.training.sync_check import checksum
 from tests.conformance.ranks import run_threads
 

@@ -6,8 +6,8 @@ import pytest
 
 from ronde.comm.world import World
 from ronde.errors import Mismatch
-from ronde.training.adapter import ParameterInfo
 from ronde.training.agreement import PlanProposal, check_equal, first_difference, merge_proposals
+from ronde.training.gradients.adapter import ParameterInfo
 from tests.conformance.ranks import run_threads
 
 A, B = ParameterInfo("a", (2, 3), "float32", 6), ParameterInfo("b", (4,), "float32", 4)

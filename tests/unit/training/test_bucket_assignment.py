@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from ronde.training.adapter import ParameterInfo
-from ronde.training.bucket_assignment import MEGABYTE, assign_buckets, choose_size_limits
+from ronde.training.gradients.adapter import ParameterInfo
+from ronde.training.gradients.bucket_assignment import MEGABYTE, assign_buckets, choose_size_limits
 
 
 def parameters(*counts: int, dtypes: str = "") -> list[ParameterInfo]:

@@ -7,9 +7,9 @@ import pytest
 
 from ronde.comm.buffers import Array
 from ronde.torch.optimizer import CODECS
-from ronde.training.adapter import ParameterInfo
-from ronde.training.bucket_assignment import GradientBucket, GradientLocation
-from ronde.training.compression import WireArray, find_codec
+from ronde.training.gradients.adapter import ParameterInfo
+from ronde.training.gradients.bucket_assignment import GradientBucket, GradientLocation
+from ronde.training.gradients.compression import WireArray, find_codec
 
 
 def there_and_back(name: str, gradients: Array) -> Array:

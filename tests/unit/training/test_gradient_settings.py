@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.gradient_settings import GradientSettings
 from ronde.types import Op
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ronde.comm.backends import native_library
-from ronde.training.ready_counter import ReadyCounter
+from ronde.training.gradients.ready_counter import ReadyCounter
 from tests.services import needs
 
 HOT_CALLS_MISSING = "" if native_library.hot_calls is not None else "it cannot be imported; `make build` builds it"

@@ -13,12 +13,12 @@ from ronde.comm.plan import Plan
 from ronde.comm.work import Work
 from ronde.comm.world import World
 from ronde.errors import Mismatch, OutOfSync, RoundEnded
-from ronde.training.adapter import ParameterInfo
-from ronde.training.bucket_assignment import GradientBucket
-from ronde.training.compression import WireArray
-from ronde.training.gradient_settings import GradientSettings
-from ronde.training.reducer import _AgreedBuckets
-from ronde.training.steps import TrainingStep
+from ronde.training.gradients.adapter import ParameterInfo
+from ronde.training.gradients.bucket_assignment import GradientBucket
+from ronde.training.gradients.compression import WireArray
+from ronde.training.gradients.gradient_settings import GradientSettings
+from ronde.training.gradients.reducer import _AgreedBuckets
+from ronde.training.gradients.steps import TrainingStep
 from tests.conformance.ranks import run_threads
 from tests.unit.training.arrays import ONE_EACH, ArrayTraining, Weight, run_training
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ronde.comm.world import World
-from ronde.training.gradient_settings import GradientSettings
-from ronde.training.reducer import Reducer
-from ronde.training.steps import TrainingStep, inner_sample_counts, set_sample_counts
+from ronde.training.gradients.gradient_settings import GradientSettings
+from ronde.training.gradients.reducer import Reducer
+from ronde.training.gradients.steps import TrainingStep, inner_sample_counts, set_sample_counts
 from tests.conformance.ranks import run_threads
 from tests.unit.training.arrays import ONE_EACH, ArrayAdapter, ArrayTraining, Weight, run_training
 from tests.unit.training.test_reducer import Halving

@@ -12,10 +12,10 @@ import pytest
 
 from ronde.comm.world import World
 from ronde.errors import Mismatch
-from ronde.training import steps
-from ronde.training.gradient_settings import GradientSettings
-from ronde.training.reducer import Reducer
-from ronde.training.steps import TRANSITIONS, StepEvent, StepState, TrainingStep
+from ronde.training.gradients import steps
+from ronde.training.gradients.gradient_settings import GradientSettings
+from ronde.training.gradients.reducer import Reducer
+from ronde.training.gradients.steps import TRANSITIONS, StepEvent, StepState, TrainingStep
 from tests.conformance.ranks import run_threads
 from tests.limits import OPERATION_S
 from tests.unit.training.arrays import (

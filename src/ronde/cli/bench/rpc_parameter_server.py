@@ -1,6 +1,8 @@
 """A parameter server of torch.distributed.rpc, as its users write it, for `ronde bench ps`: what each rank of the job
-runs, in turn with a parameter server of ronde on the same ranks.
+runs, beside a parameter server of ronde on the same ranks.
 
+A process that has called init_rpc() keeps a core busy from then on, also while it waits (TensorPipe polls). So half of
+ronde's steps are measured before, and half after, when shutdown() has ended that; the two ways of RPC take turns.
 The last rank is the server, the others are workers. Per parameter: as in PyTorch's tutorial on parameter servers, a
 worker calls remote methods of the server's object for each parameter, one to give its gradient and one to get its
 values. Flat: one call per step takes all gradients in one tensor and returns all values in another. Both take the step
@@ -12,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,8 @@ NUM_TENSORS = 60
 WARM_UP = 3
 RPC_TIMEOUT_S = 120.0
 FLAT = "flat RPC"
-WAYS = ("ronde", FLAT, "RPC per parameter")
+RONDE, PER_PARAMETER = "ronde", "RPC per parameter"
+WAYS = (RONDE, FLAT, PER_PARAMETER)
 
 
 def choose_shapes(num_bytes: int) -> list[int]:
@@ -79,22 +82,51 @@ def call_method(method: Callable[..., Any], server: Any, *arguments: Any) -> Any
 def time_parameter_servers(num_bytes: int, rounds: int) -> dict[str, list[float]]:
     """Runs on each rank: by way, how long each step of a worker took. Empty on the server."""
     import torch
-    from torch.distributed import rpc
 
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # of its own use of process groups
     ronde.init()
     torch.set_num_threads(1)
     rank, last = ronde.rank(), ronde.size() - 1
     sizes = choose_shapes(num_bytes)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    workers = ronde.add_group(range(last))
+
+    def take_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> None:
+        """Only on workers, which begin each step together."""
+        for number in range(rounds + WARM_UP):
+            for way, do in ways.items():
+                workers.barrier()
+                began_s = time.monotonic()
+                do()
+                if number >= WARM_UP:
+                    times[way].append(time.monotonic() - began_s)
+
+    values = [np.zeros(size, np.float32) for size in sizes]
+    arrays = [np.ones(size, np.float32) for size in sizes]
+    server = ParameterServer(values, SGD(lr=LR), mode="async", servers=[last], workers=range(last))
+    for turn in range(2):
+        if rank != last:
+            take_turns({RONDE: lambda: server.step(arrays)}, (rounds + 1) // 2)
+        ronde.barrier()
+        if turn == 0:
+            _time_rpc(sizes, [torch.from_numpy(each) for each in arrays], lambda ways: take_turns(ways, rounds))
+    server.close()
+    ronde.shutdown()
+    return times
+
+
+def _time_rpc(
+    sizes: list[int], gradients: list[Any], take_turns: Callable[[Mapping[str, Callable[[], object]]], None]
+) -> None:
+    """`gradients` are tensors of PyTorch."""
+    import torch
+    from torch.distributed import rpc
+
+    rank, last = ronde.rank(), ronde.size() - 1
     port = ronde.objects.broadcast(find_free_ports("127.0.0.1", 1)[0])
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=RPC_TIMEOUT_S)
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=last + 1, rpc_backend_options=options)
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    values = [np.zeros(size, np.float32) for size in sizes]
-    server = ParameterServer(values, SGD(lr=LR), mode="async", servers=[last], workers=range(last))
     if rank != last:
-        arrays = [np.ones(size, np.float32) for size in sizes]
-        gradients = [torch.from_numpy(each) for each in arrays]
         parameters = [torch.zeros(size) for size in sizes]
         remote = rpc.remote(f"rank{last}", RpcServer.get, args=(sizes,))
 
@@ -111,20 +143,6 @@ def time_parameter_servers(num_bytes: int, rounds: int) -> dict[str, list[float]
                 new = rpc.rpc_sync(remote.owner(), call_method, args=(RpcServer.pull_parameter, remote, index))
                 parameter.copy_(new)
 
-        ways: dict[str, Any] = dict(
-            zip(WAYS, (lambda: server.step(arrays), step_flat, step_per_parameter), strict=True)
-        )
-        workers = ronde.add_group(range(last))
-        for number in range(rounds + WARM_UP):
-            for way, do in ways.items():
-                workers.barrier()
-                began_s = time.monotonic()
-                do()
-                if number >= WARM_UP:
-                    times[way].append(time.monotonic() - began_s)
-    else:
-        ronde.add_group(range(last))
-    server.close()
+        take_turns({FLAT: step_flat, PER_PARAMETER: step_per_parameter})
+        del remote
     rpc.shutdown()
-    ronde.shutdown()
-    return times

@@ -23,7 +23,7 @@ import psutil
 from ronde.cli.bench.peers import RONDE, MeasuredLibrary
 from ronde.cli.bench.table import BenchmarkDisplay
 from ronde.errors import RondeError
-from ronde.text import describe_exit_code
+from ronde.exit_codes import describe_exit_code
 from ronde.types import Deadline
 
 TRIAL_STEPS = 3

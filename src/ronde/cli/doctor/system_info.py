@@ -25,9 +25,10 @@ from typing import IO, Literal, TypeAlias
 import msgspec
 import psutil
 
+from ronde.exit_codes import describe_exit_code
 from ronde.launch.agent.cgroup_limits import read_cgroup_limits
 from ronde.net.shared_memory import create_shared_memory
-from ronde.text import describe_exit_code, shorten
+from ronde.text import shorten
 from ronde.types import Deadline
 from ronde.version import __version__
 

@@ -54,7 +54,7 @@ from ronde.comm.backends.native_library import (
 from ronde.comm.backends.native_links import NativeLinks
 from ronde.comm.backends.native_messages import NativeEndpoint, NativeMessageChannel
 from ronde.comm.call import AnnouncedOperation, Call, Memory, mismatch_error
-from ronde.comm.reentry import forked_error, reentry_error, this_thread
+from ronde.comm.fork_and_signal_safety import forked_error, reentry_error, this_thread
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
 from ronde.net.event_loop import THREADS_HINT, EventLoop

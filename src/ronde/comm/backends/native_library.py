@@ -198,6 +198,7 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public nam
     "rd_message_done": (c_int, (c_uint64, c_uint64)),
     "rd_take_received": (c_int, (POINTER(RdReceived),)),
     "rd_free_received": (None, (c_void_p,)),
+    "rd_allocate_memory": (c_void_p, (c_uint64,)),
     "rd_lose_peer": (None, (c_uint64, c_uint32)),
     "rd_end_any_source": (None, (c_uint64, c_uint64, c_uint32)),
     "rd_end_context": (None, (c_uint64, c_uint64)),
@@ -511,8 +512,8 @@ class _ReceivedMemory:
 
     __slots__ = ("_block", "_free")
 
-    def __init__(self, received: RdReceived) -> None:
-        self._block = received.block
+    def __init__(self, block: int) -> None:
+        self._block = block
         self._free = load_library().rd_free_received
 
     def __del__(self) -> None:
@@ -527,7 +528,15 @@ def take_received() -> tuple[bytes, Memory]:
     header = ctypes.string_at(received.header, received.header_bytes)
     if not received.block:
         return header, NO_MEMORY
-    return header, Memory(received.data or 0, (received.bytes,), "uint8", owner=_ReceivedMemory(received))
+    return header, Memory(received.data or 0, (received.bytes,), "uint8", owner=_ReceivedMemory(received.block))
+
+
+def allocate_memory(num_bytes: int) -> Memory:
+    """New memory, whose pages have most likely been used before: for arrays that are made anew in every step."""
+    block = load_library().rd_allocate_memory(num_bytes)
+    if not block:
+        raise MemoryError(f"there is no memory for an array of {num_bytes} bytes")
+    return Memory(block, (num_bytes,), "uint8", owner=_ReceivedMemory(block))
 
 
 # --- the structs of a call -------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from ronde.comm.backends.native_library import (
     thread_structs,
 )
 from ronde.comm.call import NO_MEMORY, Call, Memory, MessageFlag, hash_signature, mismatch_error
-from ronde.comm.reentry import forked_error, reentry_error
+from ronde.comm.fork_and_signal_safety import forked_error, reentry_error
 from ronde.errors import OperationTimeout, PeerLost, ProtocolError, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, describe_disconnect
 from ronde.net.event_loop import EventLoop

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ronde.errors import ProtocolError, StartFailed
+from ronde.exit_codes import NOT_EXECUTABLE_CODE, NOT_STARTED_CODE
 from ronde.launch.agent.cgroup_limits import OomKillCounter, effective_cpu_count
 from ronde.launch.agent.orphans import OrphanKiller
 from ronde.launch.agent.rank import CommandNotExecutable, RankProcess
@@ -52,7 +53,6 @@ from ronde.launch.protocol import (
 from ronde.launch.timeouts import LAST_REPORT_DELAY_S, PROBER_IDLE_TIMEOUT_S, RANK_KILL_TIMEOUT_S
 from ronde.net.addresses import PortReservation, host_identity
 from ronde.net.event_loop import EventLoop, PipeReader, PipeWriter, Timer
-from ronde.text import NOT_EXECUTABLE_CODE, NOT_STARTED_CODE
 from ronde.types import Deadline
 from ronde.version import __version__
 

@@ -25,6 +25,7 @@ from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.round_planning import ElasticLimits, Membership
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
+from ronde.exit_codes import NOT_EXECUTABLE_CODE, NOT_STARTED_CODE
 from ronde.launch.driver.agents import AgentGroup, StartCancelled
 from ronde.launch.driver.failure_report import JobResult, StopRequest, make_job_result
 from ronde.launch.driver.host_source import FixedHosts, HostPoller, HostSource
@@ -55,7 +56,6 @@ from ronde.launch.server_processes import make_helpers, place_servers, process_n
 from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey, new_job_key
-from ronde.text import NOT_EXECUTABLE_CODE, NOT_STARTED_CODE
 from ronde.types import Deadline
 
 START_FAILED_EXIT_CODE = 1

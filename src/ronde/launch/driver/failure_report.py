@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
+from ronde.exit_codes import describe_exit_code, shell_exit_code
 from ronde.launch.protocol import ExitReason, RankExit
 from ronde.net.messages import LeaveReason
 from ronde.observe.stacks import RankStack
 from ronde.observe.stalls import FailureStacks
-from ronde.text import describe_exit_code, format_count, format_ranks, shell_exit_code, shorten
+from ronde.text import format_count, format_ranks, shorten
 
 MAX_LINE_CHARS = 500
 """Characters of an error that is quoted in passing."""

@@ -24,11 +24,11 @@ import msgspec
 
 from ronde.coordinator.queries import OnStacks
 from ronde.errors import ProtocolError, RondeError, StartFailed
+from ronde.exit_codes import describe_exit_code
 from ronde.net.event_loop import LoopThread
 from ronde.net.unix_server import MAX_SOCKET_PATH_BYTES, UnixLineServer, listening_pid, query_monitor
 from ronde.observe.activity import JobActivity, RankActivity
 from ronde.observe.stacks import RankStack
-from ronde.text import describe_exit_code
 from ronde.types import Deadline
 
 

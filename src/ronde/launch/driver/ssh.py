@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ronde.errors import ProtocolError
+from ronde.exit_codes import describe_exit_code
 from ronde.launch.job import Job
 from ronde.launch.placement import Host
 from ronde.launch.protocol import (
@@ -28,7 +29,7 @@ from ronde.launch.protocol import (
 )
 from ronde.launch.timeouts import SSH_EXIT_TIMEOUT_S, SSH_KEEPALIVES
 from ronde.net.event_loop import EventLoop, PipeReader
-from ronde.text import describe_exit_code, shorten
+from ronde.text import shorten
 
 NO_DIRECTORY_STATUS = 90
 NO_PYTHON_STATUS = 91

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from ronde.exit_codes import INTERRUPTED_CODE, LOST_CODE
 from ronde.launch.driver.failure_report import StopRequest, describe_exit, format_processes
 from ronde.launch.driver.monitor import RankStatus
 from ronde.launch.driver.ssh import HostError
@@ -47,7 +48,6 @@ from ronde.launch.protocol import (
 from ronde.launch.timeouts import HELPER_END_TIMEOUT_S
 from ronde.launch.tty import RawTerminalInput
 from ronde.net.event_loop import EventLoop, Timer
-from ronde.text import INTERRUPTED_CODE, LOST_CODE
 
 SIGPIPE_EXIT_CODE = 141
 """A shell's exit code for a program whose output nobody reads any more (SIGPIPE)."""

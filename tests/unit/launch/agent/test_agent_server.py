@@ -16,6 +16,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
+from ronde.exit_codes import NOT_STARTED_CODE
 from ronde.launch.protocol import (
     PREAMBLE,
     AgentError,
@@ -33,7 +34,6 @@ from ronde.launch.protocol import (
     encode_frame,
     make_agent_message_reader,
 )
-from ronde.text import NOT_STARTED_CODE
 from ronde.types import Deadline
 from tests.limits import promised_s
 from tests.unit.launch.agent.watched_agent import PATIENCE_S, ends, python

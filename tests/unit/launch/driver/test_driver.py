@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ronde.exit_codes import LOST_CODE, NOT_STARTED_CODE
 from ronde.launch.driver.driver import Driver, log_to_output, run_job
 from ronde.launch.driver.failure_report import JobResult, StopRequest
 from ronde.launch.driver.monitor import RankStatus
@@ -43,7 +44,6 @@ from ronde.launch.protocol import (
     UsageReport,
 )
 from ronde.net.event_loop import EventLoop
-from ronde.text import LOST_CODE, NOT_STARTED_CODE
 
 CTRL_C = StopRequest(130, "interrupted by Ctrl-C")
 

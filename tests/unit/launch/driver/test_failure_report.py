@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
+from ronde.exit_codes import LOST_CODE, NOT_STARTED_CODE, describe_exit_code
 from ronde.launch.driver.failure_report import MAX_LOSSES_SHOWN, StopRequest, make_elastic_failure, make_job_result
 from ronde.launch.protocol import ExitReason, RankExit
 from ronde.net.messages import LeaveReason
 from ronde.observe.stacks import RankStack
 from ronde.observe.stalls import FailureStacks
-from ronde.text import LOST_CODE, NOT_STARTED_CODE, describe_exit_code
 
 CTRL_C = StopRequest(130, "interrupted by Ctrl-C")
 

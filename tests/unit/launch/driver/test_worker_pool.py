@@ -11,6 +11,7 @@ import pytest
 from ronde.coordinator.round_planning import ElasticLimits, Membership, PlanAction, PlanReason, RoundPlan
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
 from ronde.errors import StartFailed
+from ronde.exit_codes import NOT_STARTED_CODE
 from ronde.launch.driver.failure_report import JobResult
 from ronde.launch.driver.slots import ScalingLimits, SlotTable
 from ronde.launch.driver.ssh import HostError
@@ -32,7 +33,6 @@ from ronde.launch.protocol import (
 from ronde.launch.timeouts import HAND_OVER_S
 from ronde.net.event_loop import EventLoop
 from ronde.net.messages import LeaveReason
-from ronde.text import NOT_STARTED_CODE
 from tests.unit.launch.driver.test_driver import RecordingSink
 
 LIMITS = ElasticLimits(start_ranks=2, min_ranks=1, max_ranks=3)

@@ -16,7 +16,7 @@ from horovod.mxnet.compression import Compression, CompressorWire
 from horovod.mxnet.mpi_ops import running_group
 from ronde.mxnet.gradients import GradientReducer, WireCodec, make_wire_codec
 from ronde.mxnet.trainer import ReducingOptimizer
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.gradient_settings import GradientSettings
 
 
 def _make_reducer(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ronde.comm.buffers import Array
 from ronde.torch.tensors import tensor_view
-from ronde.training.adapter import ParameterInfo
-from ronde.training.bucket_assignment import GradientBucket
-from ronde.training.compression import BucketEncoder, WireArray
+from ronde.training.gradients.adapter import ParameterInfo
+from ronde.training.gradients.bucket_assignment import GradientBucket
+from ronde.training.gradients.compression import BucketEncoder, WireArray
 
 
 class Compressor:

@@ -29,8 +29,8 @@ from horovod.torch.compression import Compression, Compressor, CompressorCodec, 
 from horovod.torch.mpi_ops import OPS, Adasum, Average, Sum, _basics, allreduce_async_, synchronize
 from ronde.comm.world import current_world
 from ronde.torch import Distributed
-from ronde.training.adapter import BackwardPass
-from ronde.training.compression import Codec
+from ronde.training.gradients.adapter import BackwardPass
+from ronde.training.gradients.compression import Codec
 
 H = TypeVar("H", bound=Hashable)
 

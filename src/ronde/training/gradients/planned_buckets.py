@@ -14,9 +14,9 @@ import msgspec
 
 from ronde.comm.call import MAX_DESCRIPTION_BYTES, CallOptions, Signature, get_signature, hash_signature
 from ronde.text import shorten
-from ronde.training.adapter import ParameterInfo
-from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
-from ronde.training.gradient_settings import GradientSettings
+from ronde.training.gradients.adapter import ParameterInfo
+from ronde.training.gradients.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
+from ronde.training.gradients.gradient_settings import GradientSettings
 from ronde.types import DType, OperationKind, parse_op
 
 SMALL_PLAN_BYTES = 4_000_000

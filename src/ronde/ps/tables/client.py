@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ronde.ps.compression import decode_values
-from ronde.ps.embedding_tables import EmbeddingTable, RowCache, TablePart, pack_arrays, sum_duplicates, unpack_arrays
 from ronde.ps.partition import Array
+from ronde.ps.payloads import decode_values, pack_arrays, unpack_arrays
 from ronde.ps.protocol import OutgoingMessage
 from ronde.ps.server import ServerSetup
-from ronde.ps.table_replica import make_header
+from ronde.ps.tables.embedding_table import EmbeddingTable, RowCache, TablePart, sum_duplicates
+from ronde.ps.tables.server import make_header
 from ronde.ps.worker import WorkerCore
 
 logger = logging.getLogger("ronde.ps")

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from ronde.comm.group import Group
 from ronde.net.event_loop import start_thread
-from ronde.training.adapter import BackwardPass
-from ronde.training.reducer import Reducer
+from ronde.training.gradients.adapter import BackwardPass
+from ronde.training.gradients.reducer import Reducer
 from ronde.types import Deadline
 
 

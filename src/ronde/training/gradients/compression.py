@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ronde.comm.buffers import Array
-from ronde.training.adapter import ParameterInfo
-from ronde.training.bucket_assignment import GradientBucket
+from ronde.training.gradients.adapter import ParameterInfo
+from ronde.training.gradients.bucket_assignment import GradientBucket
 
 
 @dataclass(frozen=True, slots=True)

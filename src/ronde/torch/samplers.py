@@ -1,15 +1,20 @@
-"""The sampler of elastic training: it cuts global batches for any number of ranks, and counts a batch when its step has
-finished.
+"""The samplers: ShardedSampler gives each rank its share of a dataset, and ElasticBatchSampler cuts global batches for
+any number of ranks. Both can say, exactly, where training stands.
+
+    sampler = ShardedSampler(dataset, seed=1)
+    loader = DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
+    while sampler.epoch < num_epochs:
+        for batch in sampler.track(loader):
+            ...                      # a checkpoint made here, after optimizer.step(), counts this batch as used
 
     sampler = ElasticBatchSampler(dataset, global_batch=256, seed=1)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
-    while sampler.epoch < num_epochs:
-        for batch in sampler.track(loader):
-            ...
 
-A step uses the next `global_batch` samples of the epoch's order, whatever the number of ranks. So the position of
-training is one number, and after a loss a step that was not finished is done again, on the same samples, by those that
-are left. ronde.elastic.State makes that happen; without one, the sampler only counts.
+With the second, a step uses the next `global_batch` samples of the epoch's order, whatever the number of ranks. So the
+position of training is one number, and after a loss a step that was not finished is done again, on the same samples, by
+those that are left. ronde.elastic.State makes that happen; without one, the sampler only counts.
+
+Which samples a rank gets is in training/sample_sharding.py and training/global_batches.py, for all frameworks.
 """
 
 from __future__ import annotations
@@ -24,13 +29,43 @@ from ronde.comm.world import current_world, is_initialized, resolve_group
 from ronde.elastic.state import State, running_state
 from ronde.torch.optimizer import count_steps_of
 from ronde.training.global_batches import GlobalBatches, SpeedShares, equal_shares
-from ronde.training.sample_sharding import SamplePosition, count_steps, epoch_order
-from ronde.training.steps import inner_sample_counts, set_sample_counts
+from ronde.training.gradients.steps import inner_sample_counts, set_sample_counts
+from ronde.training.sample_sharding import SamplePosition, SampleShard, count_steps, epoch_order
 
 Batch = TypeVar("Batch")
 
 ENDS = ("uneven", "drop")
 SHARES = ("equal", "speed")
+
+
+class ShardedSampler(SampleShard, torch.utils.data.Sampler[int]):
+    """A sampler that gives each rank its share of a dataset, in an order that depends only on the seed and the epoch.
+
+    `ends` says what happens when the samples cannot be divided evenly: "pad" (default) repeats a few so that every rank
+    has equally many; "drop" leaves a few out; "uneven" gives every sample to exactly one rank, so that some ranks run
+    out one batch earlier than others: those call ronde.join() after their loop, which gives zeros to the collectives of
+    the others until all have joined. Use "uneven" for evaluation, with average_metrics(…, count=…).
+    """
+
+    def _check_loader(self, loader: object) -> None:
+        # With a forgotten `sampler=`, every rank would see all of the data. A sampler of an unknown class is accepted,
+        # since it may draw from this one.
+        batches = getattr(loader, "batch_sampler", None)
+        source = getattr(loader if batches is None else batches, "sampler", None)
+        if source is not self and isinstance(source, INDEPENDENT_SAMPLERS):
+            raise ValueError(
+                f"track(): this loader draws from a {type(source).__name__}, not from this sampler; "
+                "make it with DataLoader(…, sampler=sampler)"
+            )
+
+
+INDEPENDENT_SAMPLERS = (
+    ShardedSampler,
+    torch.utils.data.SequentialSampler,
+    torch.utils.data.RandomSampler,
+    torch.utils.data.DistributedSampler,
+)
+"""Samplers that do not draw from another sampler."""
 
 
 class ElasticBatchSampler(torch.utils.data.Sampler[list[int]]):

@@ -23,7 +23,6 @@ from ronde.comm.work import Work
 from ronde.comm.world import World
 from ronde.errors import Mismatch, OutOfSync
 from ronde.text import format_ranks
-from ronde.training.adapter import BucketMemory, FrameworkAdapter, GradientKind, ParameterInfo
 from ronde.training.agreement import (
     FINGERPRINT_BYTES,
     PlanProposal,
@@ -31,10 +30,11 @@ from ronde.training.agreement import (
     explain_joined_ranks,
     fingerprint,
 )
-from ronde.training.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
-from ronde.training.compression import Codec, WireArray
-from ronde.training.gradient_settings import GradientSettings
-from ronde.training.ready_counter import ReadyCounter
+from ronde.training.gradients.adapter import BucketMemory, FrameworkAdapter, GradientKind, ParameterInfo
+from ronde.training.gradients.bucket_assignment import GradientBucket, assign_buckets, choose_size_limits
+from ronde.training.gradients.compression import Codec, WireArray
+from ronde.training.gradients.gradient_settings import GradientSettings
+from ronde.training.gradients.ready_counter import ReadyCounter
 from ronde.training.sample_sharding import sample_weight
 from ronde.training.sync_check import checksum_bytes, compare_checksums
 from ronde.types import Deadline, DType, Op, parse_op

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from ronde.ps.commit_log import Entry, LogRecord, LogState, RemoveWorker, Reply, ReplyCommitted, ReplyLease
+from ronde.ps.commit_log.log_state import Entry, LogRecord, LogState, RemoveWorker, Reply, ReplyCommitted, ReplyLease
 from ronde.ps.partition import NO_BACKUP, Configuration
 from ronde.ps.protocol import (
     NO_LOG,

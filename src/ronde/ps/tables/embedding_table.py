@@ -2,20 +2,18 @@
 
 Part i of n parts has the rows i, i + n, i + 2n and so on, so rows that are used often, which tend to be neighbours, are
 spread over all servers. A row that was never trained takes no memory: its first values are a pure function of its
-number. This module has what workers and servers both know of a table, and the arrays that travel between them.
+number. This module has what workers and servers both know of a table.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
-from ronde.errors import ProtocolError
 from ronde.ps.optimizers import Optimizer
 from ronde.ps.partition import MIN_PART_BYTES, Array
 
@@ -208,47 +206,3 @@ class RowCache:
         """The values of rows that are here, in new memory."""
         values: Array = self._values[np.searchsorted(self._rows, rows)]
         return values
-
-
-# --- several arrays in one message -----------------------------------------------------------------------------------
-
-_DTYPES = ("uint8", "uint16", "uint32", "int64", "float16", "float32", "float64")
-_COUNT = struct.Struct("<Q")
-_ENTRY = struct.Struct("<QQQ")
-"""Of each array: the number of its dtype, its rows, and the elements of a row."""
-_ALIGNMENT = 8
-
-
-def pack_arrays(arrays: Sequence[Array]) -> Array:
-    """Several arrays of one or two dimensions as the bytes of one message."""
-    head = _COUNT.pack(len(arrays))
-    for array in arrays:
-        head += _ENTRY.pack(_DTYPES.index(array.dtype.name), len(array), array.shape[1] if array.ndim == 2 else 0)
-    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-    packed = np.empty(len(head) + sum(sizes), np.uint8)
-    packed[: len(head)] = np.frombuffer(head, np.uint8)
-    start = len(head)
-    for array, size in zip(arrays, sizes, strict=True):
-        packed[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-        packed[start + array.nbytes : start + size] = 0
-        start += size
-    return packed
-
-
-def unpack_arrays(packed: Array) -> list[Array]:
-    """What pack_arrays() was given, as views of the message."""
-    try:
-        (count,) = _COUNT.unpack(packed[: _COUNT.size].tobytes())
-        if count * _ENTRY.size > packed.size:
-            raise ValueError(f"{count} arrays")
-        start, arrays = _COUNT.size + _ENTRY.size * count, []
-        entries = _ENTRY.iter_unpack(packed[_COUNT.size : start].tobytes())
-        for kind, rows, columns in entries:
-            dtype = np.dtype(_DTYPES[kind])
-            num_bytes = rows * (columns or 1) * dtype.itemsize
-            piece = packed[start : start + num_bytes].view(dtype)
-            arrays.append(piece.reshape(rows, columns) if columns else piece.reshape(rows))
-            start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    except (struct.error, ValueError, IndexError) as error:
-        raise ProtocolError(f"a message with rows of a table that no ronde of this version sends: {error}") from error
-    return arrays

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from ronde.ps.leases import Lease, LeaseTable
-from ronde.ps.staleness import Clocks, Mode, StalenessSettings
+from ronde.ps.commit_log.leases import Lease, LeaseTable
+from ronde.ps.commit_log.staleness import Clocks, Mode, StalenessSettings
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -58,7 +58,8 @@ class TakeLease(LogEntry, frozen=True):
 
 
 class RemoveWorker(LogEntry, frozen=True):
-    """The worker has left, or is lost. Its committed pushes count; what else it has staged is dropped."""
+    """The worker has left, or, with request 0, is lost. Its committed pushes count; what else it has staged is
+    dropped."""
 
 
 class AddWorker(LogEntry, frozen=True):
@@ -170,11 +171,20 @@ class LogState:
     """What the log says so far. apply() is the only thing that changes it."""
 
     def __init__(
-        self, settings: StalenessSettings, workers: Iterable[int], *, clips: bool = False, version: int = 0
+        self,
+        settings: StalenessSettings,
+        workers: Iterable[int],
+        *,
+        clips: bool = False,
+        version: int = 0,
+        workers_may_join: bool = False,
     ) -> None:
         """`clips` says that gradients are clipped, so that the norm of a mean has to be known before its update.
-        `version` is that of the first values."""
+        `version` is that of the first values. If workers may join, training is not over because all are lost."""
         self._clips = clips
+        self._workers_may_join = workers_may_join
+        self._has_ended = False
+        """Whether a worker has left by itself."""
         self.measuring: dict[int, MeasureNorm] = {}
         """SYNC: by clock, the means whose norm is being measured. Reads wait for them."""
         self.clocks = Clocks(settings, workers)
@@ -203,8 +213,9 @@ class LogState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all workers have left or are lost."""
-        return not self.clocks.clocks
+        """Whether training is over: all workers have left or are lost. If others may join, one has to have left: it has
+        come to the end of the script."""
+        return not self.clocks.clocks and (self._has_ended or not self._workers_may_join)
 
     @property
     def oldest_version_read(self) -> int:
@@ -293,7 +304,7 @@ class LogState:
         """SYNC: the updates of all clocks that every worker has come to."""
         effects: list[Effect] = []
         for clock in sorted(self._contributions):
-            if not self.is_finished and self.clocks.slowest < clock:
+            if self.clocks.clocks and self.clocks.slowest < clock:
                 break
             pushes = self._contributions.pop(clock)
             contributions = tuple((worker, pushes[worker].step) for worker in sorted(pushes))
@@ -365,6 +376,7 @@ class LogState:
 
     def _remove(self, entry: RemoveWorker) -> list[Effect]:
         worker = entry.worker
+        self._has_ended = self._has_ended or bool(entry.request)
         effects: list[Effect] = [DropStaged(worker, self.steps[worker])]
         self.clocks.remove(worker)
         self.leases.release(worker)

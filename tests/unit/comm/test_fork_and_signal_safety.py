@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ronde.comm.reentry import SIGNAL_CHECK_S, wait_for
+from ronde.comm.fork_and_signal_safety import SIGNAL_CHECK_S, wait_for
 
 
 class CountingCondition(threading.Condition):

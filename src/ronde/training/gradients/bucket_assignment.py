@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ronde.training.adapter import ParameterInfo
+from ronde.training.gradients.adapter import ParameterInfo
 from ronde.types import DType
 
 MEGABYTE = 1_000_000

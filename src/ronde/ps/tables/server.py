@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ronde.ps.commit_log import Update
-from ronde.ps.compression import decode_values
-from ronde.ps.embedding_tables import EmbeddingTable, TablePart, pack_arrays, unpack_arrays
+from ronde.ps.commit_log.log_state import Update
 from ronde.ps.partition import Array, Part, TensorSlice
+from ronde.ps.payloads import decode_values, pack_arrays, unpack_arrays
 from ronde.ps.replica import PartOptimizer, Replica, clip, compensate_delay
+from ronde.ps.tables.embedding_table import EmbeddingTable, TablePart
 
 HISTORY_BYTES = 128 * 1024 * 1024
 """So much of replaced rows is kept for each part of a table."""
