@@ -313,7 +313,7 @@ class MailboxMessenger:
         self._group = group
         with explain_open_files(f"{group!r} cannot open a mailbox for a parameter server"):
             self._mailbox = group.open_mailbox(
-                lambda message: self._on_message(participant, message), on_lost=participant.member_lost
+                lambda message: self._on_message(participant, message), on_lost=participant.member_lost, in_place=True
             )
         participant.messenger = self
 
