@@ -175,12 +175,13 @@ def _kind(table: EmbeddingTable) -> tuple[str, int]:
 
 def sum_duplicates(rows: Array, values: Array) -> tuple[Array, Array]:
     """The rows that occur, sorted, and for each the sum of its values, added in their order."""
-    unique, inverse = np.unique(rows, return_inverse=True)
-    if len(unique) == len(rows):
-        return unique, values[np.argsort(rows, kind="stable")]
-    order = np.argsort(inverse.reshape(-1), kind="stable")
-    starts = np.searchsorted(inverse.reshape(-1)[order], np.arange(len(unique)))
-    return unique, np.add.reduceat(values[order], starts, axis=0)
+    unique, first, inverse = np.unique(rows, return_index=True, return_inverse=True)
+    total: Array = values[first]
+    is_repeated = np.ones(len(rows), bool)
+    is_repeated[first] = False
+    if len(unique) < len(rows):  # few are
+        np.add.at(total, inverse.reshape(-1)[is_repeated], values[is_repeated])
+    return unique, total
 
 
 class RowCache:
