@@ -5,7 +5,8 @@
 For each mode it runs an elastic job of two workers and three server processes, and kills some of them at random
 moments: a worker, a server, or one of both at once, whenever the parts of the last one that was lost are on two servers
 again. At the end it checks that each sample of each epoch is in the weights exactly once: no acknowledged update is
-lost, and none is applied twice. It prints how long the slowest step took, which is the longest failover.
+lost, and none is applied twice. Checkpoints that are made meanwhile have to be of one version. It prints how long the
+slowest step took, which is the longest failover.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from ronde.ps import Optimizer
+from ronde.ps import Optimizer, ParameterServer, load_checkpoint
 
 NUM_SAMPLES = 400
 NUM_WORKERS, NUM_SERVERS = 2, 3
@@ -36,6 +38,7 @@ NUM_SLOTS = 16
 NUM_STEPS_BETWEEN = 5
 """Each worker takes so many steps with all servers before the next one is killed: each of them is staged on the backups
 of all parts, behind the copies that those have asked for."""
+EPOCHS_PER_CHECKPOINT = 4
 LAST_EPOCH = "last-epoch"
 NUM_EPOCHS_AHEAD = 10
 """The last epoch is so many after the one that workers are at when they are told of it: none has begun it."""
@@ -56,7 +59,6 @@ class CountSamples(Optimizer):
 def train(folder: Path, mode: str) -> None:
     """A worker: trains up to the epoch in a file `last-epoch`, and says in a file how far it has come."""
     import ronde
-    from ronde.ps import ParameterServer
 
     ronde.init()
     counts = [np.zeros(TENSOR_SIZE) for _ in range(NUM_TENSORS)]
@@ -79,12 +81,22 @@ def train(folder: Path, mode: str) -> None:
             if len(servers) == NUM_SERVERS and num_steps >= NUM_STEPS_BETWEEN:
                 status.write_text(f"{servers}\n{epoch}")
         epoch += 1
+        if epoch % EPOCHS_PER_CHECKPOINT == 0 and not server.is_finished:
+            check_checkpoint(server.save(folder / f"checkpoints-{os.getpid()}"))
         if (folder / LAST_EPOCH).exists() and epoch > int((folder / LAST_EPOCH).read_text()):
             break
     server.pull()
     is_exact = all(bool((each[:NUM_SAMPLES] == epoch).all()) for each in counts)
     print(f"exact: {is_exact}, {epoch} epochs", flush=True)
     server.close()
+
+
+def check_checkpoint(path: str) -> None:
+    """Its tensors count the same, so they are of one version, whoever was killed while they were written."""
+    values = [*load_checkpoint(path)["parameters"].values()]
+    if any((each[:NUM_SAMPLES] != values[0][:NUM_SAMPLES]).any() for each in values):
+        print(f"exact: False, {path} has parts of several versions", flush=True)
+    shutil.rmtree(path)
 
 
 def find_processes(driver: int) -> tuple[list[psutil.Process], list[psutil.Process]]:
@@ -122,7 +134,10 @@ class Job:
         for each in self._folder.glob("worker-*"):
             each.unlink(missing_ok=True)
         for kind in kinds:
-            choose.choice(victims[kind]).send_signal(signal.SIGKILL)
+            victim = choose.choice(victims[kind])
+            if kind == "workers" and self.killed[kind] < NUM_WORKERS:  # first those with which the job began
+                victim = min(victims[kind], key=lambda process: process.create_time())
+            victim.send_signal(signal.SIGKILL)
             self.killed[kind] += 1
 
     def wait_until_complete(self) -> dict[str, list[psutil.Process]]:

@@ -5,9 +5,7 @@ fail while replicas are killed.
 
 Both serve the same model (a multilayer perceptron) with one thread per process, to the same clients: wrk for throughput
 and for one client at a time; for the latency at 70 % of what a client of our own can get out of it, one that sends at
-random moments whether or not the replies have come, so that a slow reply is not hidden by fewer requests. It stands for
-clients on other machines, so it goes before the servers where that is allowed (root): otherwise its own wait for a core
-would count as a slow reply. The service
+random moments whether or not the replies have come, so that a slow reply is not hidden by fewer requests. The service
 has a front and two replicas, and the application as many workers as that are processes, and for comparison as many as
 replicas. Rounds take turns, and the median counts. At last a replica is killed every few seconds, under the load of wrk
 and of Triton's client. Needs wrk.
@@ -245,13 +243,10 @@ def run_in_loop(main: Any) -> Any:
     import uvloop
 
     loop = uvloop.new_event_loop()
-    with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
         return loop.run_until_complete(main)
     finally:
         loop.close()
-        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

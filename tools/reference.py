@@ -23,9 +23,11 @@ import ronde.dash
 import ronde.data
 import ronde.elastic
 import ronde.errors
+import ronde.predict
 import ronde.ps
 import ronde.search
 import ronde.serve
+import ronde.serve.export
 import ronde.settings
 import ronde.torch
 from ronde.launch.config import launch_options
@@ -62,9 +64,10 @@ def names_page() -> Iterator[str]:
     yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. [ronde.torch](torch.md), [ronde.tensorflow](tensorflow.md),"
     yield "[ronde.keras](keras.md), [ronde.jax](jax.md), [ronde.mxnet](mxnet.md), [ronde.elastic](elastic.md),"
-    yield "[ronde.data](data.md), [ronde.ps](ps.md), [ronde.search](search.md), [ronde.serve](serve.md) and"
-    yield "[ronde.dash](dash.md) have their own, and there are pages for what [metrics](metrics.md) and"
-    yield "[events](events.md) hold. Everything else may change without notice."
+    yield "[ronde.data](data.md), [ronde.ps](ps.md), [ronde.search](search.md), [ronde.serve](serve.md),"
+    yield "[ronde.serve.export](export.md), [ronde.predict](predict.md) and [ronde.dash](dash.md) have their own, and"
+    yield "there are pages for what [metrics](metrics.md) and [events](events.md) hold. Everything else may change"
+    yield "without notice."
     yield from _describe_names(ronde)
 
 
@@ -136,6 +139,20 @@ def serve_page() -> Iterator[str]:
     yield f"# Names of ronde.serve\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde.serve`, for handlers of [services](../guides/serving.md)."
     yield from _describe_names(ronde.serve)
+
+
+def predict_page() -> Iterator[str]:
+    yield f"# Names of ronde.predict\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.predict`. The fields of `PredictOptions` are the keys of the"
+    yield "section `predict` of a job file. The [guide](../guides/predict.md) shows how to use them."
+    yield from _describe_names(ronde.predict)
+
+
+def export_page() -> Iterator[str]:
+    yield f"# Names of ronde.serve.export\n\n{GENERATED}"
+    yield "\nThese are the public names of `import ronde.serve.export`. The fields of `ExportOptions` are the keys of"
+    yield "the section `export` of a job file. The [guide](../guides/export.md) shows how to use them."
+    yield from _describe_names(ronde.serve.export)
 
 
 def metrics_page() -> Iterator[str]:
@@ -470,6 +487,8 @@ def pages() -> dict[Path, str]:
         "data.md": data_page(),
         "search.md": search_page(),
         "serve.md": serve_page(),
+        "predict.md": predict_page(),
+        "export.md": export_page(),
         "settings.md": settings_page(),
         "run.md": run_page(),
         "errors.md": errors_page(),

@@ -106,3 +106,39 @@ def test_a_module_of_tensorflow_and_what_would_run_code(project: Path) -> None:
     done = run_command(words, cwd=project, env=environment("tensorflow"), limit_s=LONG_S)
     assert done.returncode == 1
     assert "holds a function as code, which loading would run" in done.stderr
+
+
+MXNET_RONDE = ROOT / ".venv-mxnet/bin/ronde"
+MXNET_MODELS = """
+import mxnet as mx
+from mxnet.gluon import nn
+
+
+def make():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8, activation="relu", in_units=4), nn.BatchNorm(), nn.Dropout(0.5), nn.Dense(3))
+    return net
+
+
+if __name__ == "__main__":
+    net = make()
+    net.initialize(mx.init.Xavier())
+    net(mx.nd.ones((2, 4)))
+    net.save_parameters("net.params")
+"""
+
+
+@needs("MXNet's export", missing="" if MXNET_RONDE.exists() else "no .venv-mxnet; `make build` makes it")
+def test_a_block_of_mxnet_keeps_its_own_format_and_the_missing_converter_is_named(tmp_path: Path) -> None:
+    (tmp_path / "blocks.py").write_text(MXNET_MODELS)
+    made = run_command([str(MXNET_RONDE.with_name("python")), "blocks.py"], cwd=tmp_path, limit_s=LONG_S)
+    assert made.returncode == 0, made.stderr
+    words = [str(MXNET_RONDE), "export", "net.params", "--model", "blocks:make", "--example-input", "x=float32:1x4"]
+    done = run_command([*words, "--to", "own", "--output", "own"], cwd=tmp_path, limit_s=LONG_S)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert load_model_folder(tmp_path / "own").metadata.kind == "mxnet"
+    done = run_command([*words, "--output", "onnx"], cwd=tmp_path, limit_s=LONG_S)
+    assert done.returncode == 1
+    assert "MXNet's converter to ONNX is not kept any more; export with --to own" in done.stderr
+    assert not (tmp_path / "onnx").exists()

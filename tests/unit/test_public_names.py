@@ -13,9 +13,11 @@ import ronde
 import ronde.dash
 import ronde.data
 import ronde.elastic
+import ronde.predict
 import ronde.ps
 import ronde.search
 import ronde.serve
+import ronde.serve.export
 import ronde.torch
 from tools.reference import public_names
 
@@ -31,6 +33,8 @@ PAGES = pytest.mark.parametrize(
         (ronde.data, "data.md"),
         (ronde.search, "search.md"),
         (ronde.serve, "serve.md"),
+        (ronde.predict, "predict.md"),
+        (ronde.serve.export, "export.md"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -34,6 +35,8 @@ file has the same in its section `predict`. Under `ronde run`, ranks share the
 work."""
 
 SHOW_S = 2.0
+END_S = 10.0
+"""How long ranks may take to end when all rows are predicted."""
 COOLDOWN_S = ("0.2", "5")
 """For how long the slot of a rank that has died is left alone: the first time, and at most."""
 
@@ -147,7 +150,10 @@ def _run_ranks(
 ) -> tuple[int, PredictManifest | None]:
     """Start the ranks of an elastic job: those that die are started again, and the others go on. Each is this command
     without -np. Returns the exit code, and the manifest if all is done."""
-    from ronde.cli.run import run
+    from ronde.cli.run import parse_arguments
+    from ronde.launch.config import make_launch_config
+    from ronde.launch.driver.driver import Driver
+    from ronde.launch.output.printer import open_standard_printer
 
     complete = worker.output.read_complete()
     if complete is not None:
@@ -158,20 +164,33 @@ def _run_ranks(
     where = ["-H", options.hosts] if options.hosts else []
     number = [] if options.hosts and options.num_ranks == 1 else ["-np", str(options.num_ranks)]
     flags = [*number, *where, "--min-np", "1", "--cooldown", *COOLDOWN_S]
+    job = make_launch_config(*parse_arguments([*flags, "--", *words])).job
     ended = threading.Event()
+    with contextlib.closing(open_standard_printer(job.num_ranks)) as printer:
+        driver = Driver(job, printer)
 
-    def show() -> None:
-        while not ended.wait(SHOW_S / 4):
-            line(worker.current_progress())
+        def watch() -> None:
+            complete_s = math.inf
+            while not ended.wait(SHOW_S / 4):
+                line(worker.current_progress())
+                if worker.output.read_complete() is None:
+                    continue
+                complete_s = min(complete_s, time.monotonic())
+                if time.monotonic() - complete_s > END_S:  # one may be stopped
+                    driver.stop("all rows are predicted, and not all ranks have ended")
 
-    watcher = threading.Thread(target=show, name="ronde-predict-progress", daemon=True)
-    watcher.start()
-    try:
-        exit_code = run([*flags, "--", *words])
-    finally:
-        ended.set()
-        watcher.join()
-    return exit_code, worker.output.read_complete()
+        # Owned by this function: shows how far it is, and ends ranks that do not end by themselves.
+        watcher = threading.Thread(target=watch, name="ronde-predict-progress", daemon=True)
+        watcher.start()
+        try:
+            result = driver.run()
+        finally:
+            ended.set()
+            watcher.join()
+    complete = worker.output.read_complete()
+    if complete is None and result.summary:
+        print(result.summary, file=sys.stderr, flush=True)
+    return result.exit_code, complete
 
 
 class ProgressLine:
@@ -188,7 +207,8 @@ class ProgressLine:
         if self._first is None:
             self._first = progress.num_rows  # of an earlier run
         is_end = progress.num_rows == progress.num_all_rows
-        if progress.num_rows == self._last or (now - self._shown_s < SHOW_S and not is_end):
+        # At the end the entries are removed one by one, so a later look may find fewer of them.
+        if progress.num_rows <= self._last or (now - self._shown_s < SHOW_S and not is_end):
             return
         self._last, self._shown_s = progress.num_rows, now
         rate = (progress.num_rows - self._first) / max(1e-6, now - self._started)

@@ -87,8 +87,18 @@ class OutputFolder:
             )
 
     def clear(self) -> None:
-        """Remove an output, finished or not. Nobody may be writing to it."""
+        """Remove an output, finished or not. DataError if another process is writing to it, as far as locks tell."""
         names = self.plan.names
+        if self._local is not None and (self._local / "claims").exists():
+            with (self._local / "claims").open("r+b") as claims:
+                try:
+                    fcntl.lockf(claims, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    raise DataError(
+                        f"another process is predicting to {names.folder}/{names.file or names.work}; end it, or wait"
+                    ) from None
+                except OSError:  # a file system without locks
+                    pass
         with contextlib.suppress(DataError):
             self._folder.remove(names.manifest)  # first: without it nothing counts as complete
             for info in self._folder.list_files() if not names.file else []:

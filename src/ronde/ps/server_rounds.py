@@ -480,7 +480,7 @@ class ServerRounds:
         is_begun = False
         try:
             mailbox = world.group.open_mailbox(
-                lambda message: self._on_message(may_handle, numbers, message), on_lost=self._on_lost
+                lambda message: self._on_message(may_handle, numbers, message), on_lost=self._on_lost, in_place=True
             )
             greetings: list[Greeting] = objects.allgather(self._make_greeting(), group=world.group)
             numbers.update(enumerate(greeting.number for greeting in greetings))

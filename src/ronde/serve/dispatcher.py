@@ -38,6 +38,7 @@ from ronde.serve.replica_messages import (
     make_front_assembler,
 )
 from ronde.serve.serving_metrics import ServingMetrics
+from ronde.text import format_count
 
 SWEEP_S = 0.05
 """How often it is looked for requests and replicas whose time is over."""
@@ -278,7 +279,8 @@ class Dispatcher:
         lost = self._batcher.replica_lost(replica.number, by_request=True)
         self._metrics.num_retried += len(lost.retried)
         if lost.retried:
-            logger.warning("replica %d was lost; its %d requests are tried again", replica.number, len(lost.retried))
+            requests = format_count(len(lost.retried), "request")
+            logger.warning("replica %d was lost; others get what it had: %s", replica.number, requests)
         for waiting in lost.set_aside:
             self._metrics.num_set_aside += 1
             self._remember(waiting.payload.request)

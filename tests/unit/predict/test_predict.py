@@ -194,7 +194,7 @@ def test_numbers_that_an_input_cannot_hold_are_errors_and_never_other_numbers(dt
         assert made.tolist() == [True, False, False, True]
     else:
         np.testing.assert_array_equal(made.astype(np.float64), np.asarray(good).astype(np.float64))
-    with pytest.raises(ValueError, match="cannot hold|neither true nor false|the model takes"):
+    with pytest.raises(ValueError, match=r"cannot hold|neither true nor false|the model takes"):
         fit_input(info, bad)
 
 

@@ -1,8 +1,9 @@
 """`ronde export`: a checkpoint becomes a model folder (ronde.serve.model), which is compared with the original.
 
 The factory makes the model, the framework's module loads the weights and converts it, and then both predict the same
-inputs, at batches of 1, 2 and 7 samples: a model whose batch axis was frozen by the conversion, or whose numbers
-differ, is not exported. The folder is made aside and appears under its name when it is complete.
+inputs, at batches of 1, 2 and 7 samples: a model whose batch axis was frozen by the conversion, whose numbers differ,
+or whose samples depend on each other is not exported. The folder is made aside and appears under its name when it is
+complete.
 """
 
 from __future__ import annotations
@@ -234,6 +235,7 @@ def export_model(options: ExportOptions, *, on_progress: Callable[[str], object]
             f"{type(error).__name__}: {plain_text(error)}"
         ) from error
     expected = {size: _predict_original(options, source, size) for size in COMPARED_BATCHES}
+    _check_independence(options, source, expected[max(COMPARED_BATCHES)])
     outputs = next(iter(expected.values()))
     twice = [name for name in outputs if name in example]
     if twice:
@@ -377,13 +379,7 @@ def _compare(
                 options,
                 f"{name!r} has shape {given.shape} at a batch of {num_samples}, and {wanted.shape} in the original",
             )
-        if not wanted.size:
-            continue
-        if wanted.dtype.kind not in "fc":
-            difference = float(np.mean(given != wanted))
-        else:
-            scale = max(1e-6, float(np.max(np.abs(wanted))))
-            difference = float(np.max(np.abs(given.astype(np.float64) - wanted.astype(np.float64)))) / scale
+        difference = _difference(wanted, given)
         if not difference <= options.tolerance:  # also NaN
             raise ModelError(
                 f"the exported model differs from the original: {name!r} by {difference:.2g} of the largest output, at "
@@ -391,6 +387,31 @@ def _compare(
             )
         largest = max(largest, difference)
     return largest
+
+
+def _difference(wanted: Array, given: Array) -> float:
+    """The largest difference, relative to the largest number; of what are no floats, the share that differs."""
+    if not wanted.size:
+        return 0.0
+    if wanted.dtype.kind not in "fc":
+        return float(np.mean(given != wanted))
+    scale = max(1e-6, float(np.max(np.abs(wanted))))
+    return float(np.max(np.abs(given.astype(np.float64) - wanted.astype(np.float64)))) / scale
+
+
+def _check_independence(options: ExportOptions, source: SourceModel, together: Mapping[str, Array]) -> None:
+    """ModelError if the original says something else of a sample alone than of the same one in the largest batch:
+    samples of strangers are predicted together."""
+    example = make_example(options.example_input, max(COMPARED_BATCHES))
+    alone = source.predict({name: array[-1:] for name, array in example.items()})
+    for name, wanted in together.items():
+        difference = _difference(wanted[-1:], alone[name]) if alone[name].shape == wanted[-1:].shape else math.inf
+        if not difference <= options.tolerance:
+            raise ModelError(
+                f"what {options.model or options.checkpoint} says of a sample depends on the other samples of its "
+                f"batch, or is random: {name!r} differs by {difference:.2g} of the largest output; look for batch "
+                "normalization or dropout in training mode, and for a mean over the first axis"
+            )
 
 
 def _publish(root: Path, output: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ class MxnetModel:
     def load_own(self, path: Path) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
         weights = str(path).removesuffix("-symbol.json") + "-0000.params"
         names = ["data"] if len(self._names) == 1 else [f"data{index}" for index in range(len(self._names))]
-        block = mx.gluon.SymbolBlock.imports(str(path), names, weights)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "Cannot decide type for the following arguments": the call says it
+            block = mx.gluon.SymbolBlock.imports(str(path), names, weights)
 
         def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
             return self._name(block(*(mx.nd.array(inputs[name], dtype=inputs[name].dtype) for name in self._names)))
