@@ -575,7 +575,7 @@ class ParameterServer:
         self._instance = max(instance for _, instance in made)  # a process that is new has made none yet
         rounds.use_instance(self._instance)
         setup = self._agree(choices, optimizer, version, servers=rounds.num_servers or numbers, workers=numbers)
-        rounds.start()
+        rounds.want(self._instance)
         deadline = Deadline(self._group.operation_timeout_s)
         configuration: Configuration | None = None
         if self.rank == self._group.ranks[0] and not rounds.is_made(self._instance, {*numbers}, deadline):

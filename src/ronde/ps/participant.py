@@ -14,6 +14,7 @@ processes meet again and again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -292,7 +293,9 @@ class Participant:
                 saved = write_part(directory, message.version, message.part, state)
             except Exception as error:  # such as a lack of memory: the worker must not wait for this file
                 saved = SavedFile(error=f"part {message.part}: {error!r}")
-            self.send((OutgoingMessage(to, message, np.frombuffer(msgspec.json.encode(saved), np.uint8)),))
+            told = np.frombuffer(msgspec.json.encode(saved), np.uint8)
+            with contextlib.suppress(RoundEnded):  # the worker knows, too
+                self.send((OutgoingMessage(to, message, told),))
 
     def _decide(self, configuration: Configuration) -> None:
         """The servers may disagree on who is lost: what the coordinator has heard first holds for all."""
