@@ -6,9 +6,9 @@
  * options, and runs such a call again: nothing is checked twice, and no Python object is made. What it does not hold,
  * or what needs more than that, it leaves to its caller.
  *
- * A ReadyCounter belongs to the gradients of one reducer (ronde/training/gradients/ready_counter.py has the same class in
- * Python). Its hooks are called by the ML library for every gradient, and call Python only when there is something to
- * do.
+ * A ReadyCounter belongs to the gradients of one reducer (ronde/training/gradients/ready_counter.py has the same class
+ * in Python). Its hooks are called by the ML library for every gradient, and call Python only when there is something
+ * to do.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN

@@ -7,10 +7,10 @@
 #include <new>
 #include <unordered_map>
 
-#include "base/fork.h"
 #include "base/exception_boundary.h"
-#include "base/python_signals.h"
 #include "base/forbid_waiting.h"
+#include "base/fork.h"
+#include "base/python_signals.h"
 #include "channel.h"
 #include "optimizer/optimizer.h"
 #include "reduce/reduce.h"

@@ -5,10 +5,10 @@
 #include <cstring>
 #include <utility>
 
+#include "base/forbid_waiting.h"
 #include "base/fork.h"
 #include "base/futex.h"
 #include "base/python_signals.h"
-#include "base/forbid_waiting.h"
 
 namespace ronde {
 
