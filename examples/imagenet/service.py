@@ -41,7 +41,7 @@ class PhotoHandler(Handler):
             with Image.open(io.BytesIO(data)) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"the photo has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
-                factor = wanted.resize / min(image.size)
+                factor = (wanted.resize or wanted.height) / min(image.size)
                 size = max(wanted.width, round(image.width * factor)), max(wanted.height, round(image.height * factor))
                 small = image.convert("RGB").resize(size, Image.Resampling.BILINEAR)
         except (OSError, SyntaxError) as error:  # what Pillow raises for a file that is damaged or none of its own

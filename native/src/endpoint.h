@@ -72,7 +72,7 @@ struct Message {
   // What became of it; valid when `finished` is 1, guarded by the endpoint's mutex before.
   std::atomic<uint32_t> finished{0};  // futex word
   rd_result result{};
-  MessageMemory block;          // of a receive of any size: the header, and behind it the data
+  MessageMemory block;  // of a receive of any size: the header, and the data or what keeps it
   char* received_data = nullptr;
   uint64_t received_bytes = 0;
   std::string received_header;  // of a receive of any size, and after a mismatch
@@ -149,11 +149,11 @@ class Endpoint {
     Frame frame{};
     std::string header;
     uint64_t received = 0;
-    char* target = nullptr;   // where the data goes, and what has been received is; null when it is thrown away
-    MessageMemory block;      // the header and the data, unless the data goes into the receiver's memory
+    char* target = nullptr;  // where the data goes, and what has been received is; null when it is thrown away
+    MessageMemory block;     // the header and the data, unless the data goes into the receiver's memory
     std::shared_ptr<PlacedData> placed;  // the data, if it is in the memory of the link
-    MessagePtr receive;       // the receive that it was matched with, if any
-    bool unexpected = false;  // whether it is among the unexpected ones of its tag
+    MessagePtr receive;                  // the receive that it was matched with, if any
+    bool unexpected = false;             // whether it is among the unexpected ones of its tag
 
     bool complete() const { return received == frame.bytes; }
     char* block_data() const { return block.get() + block_offset(frame.header_bytes); }

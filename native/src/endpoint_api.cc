@@ -2,9 +2,9 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "base/fork.h"
 #include "base/exception_boundary.h"
 #include "base/forbid_waiting.h"
+#include "base/fork.h"
 #include "endpoint.h"
 
 #define RD_API extern "C" __attribute__((visibility("default")))

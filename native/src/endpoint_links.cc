@@ -158,8 +158,7 @@ bool Endpoint::read(uint32_t peer) {
       incoming.frame_bytes += received;
       if (incoming.frame_bytes == sizeof(Frame)) {
         bool is_message = incoming.frame.kind == Frame::kMessage || incoming.frame.kind == Frame::kPlacedMessage;
-        bool valid =
-            is_message && incoming.frame.header_bytes <= kMaxHeaderBytes && incoming.frame.bytes <= kMaxBytes;
+        bool valid = is_message && incoming.frame.header_bytes <= kMaxHeaderBytes && incoming.frame.bytes <= kMaxBytes;
         if (!valid) {
           incoming.end(incoming.frame.kind == Frame::kGoodbye ? 0 : EPROTO);
           return true;

@@ -1,5 +1,7 @@
 #include "message_memory.h"
 
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <mutex>
 #include <vector>
@@ -11,6 +13,8 @@ namespace ronde {
 namespace {
 
 constexpr uint64_t kLine = 64;
+constexpr uint64_t kPage = 4096;
+constexpr uint64_t kMinHugeBytes = 1 << 20;    // from here on, pages of 2 MB are asked for, as NumPy does
 constexpr uint64_t kMinKeptBytes = 64 * 1024;  // what is smaller costs little to allocate
 constexpr uint64_t kMaxKeptBytes = 256 << 20;  // of all blocks together
 
@@ -51,6 +55,11 @@ char* allocate_message_memory(uint64_t bytes) {
   if (block == nullptr) return nullptr;
   block->bytes = bytes;
   block->kept = nullptr;
+  if (bytes >= kMinHugeBytes) {
+    auto begin = (reinterpret_cast<uintptr_t>(block) + kPage - 1) / kPage * kPage;
+    auto end = (reinterpret_cast<uintptr_t>(block + 1) + bytes) / kPage * kPage;
+    (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // or they stay small
+  }
   return reinterpret_cast<char*>(block + 1);
 }
 

@@ -1,6 +1,6 @@
 // Memory for messages that arrive without a receive that waits, and for arrays that are made anew in every step. It is
-// kept for a while when it is freed: of a large array that the system has just given, every page costs more to touch the
-// first time than to receive.
+// kept for a while when it is freed: of a large array that the system has just given, every page costs more to touch
+// the first time than to receive.
 #pragma once
 
 #include <cstdint>

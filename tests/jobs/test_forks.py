@@ -36,6 +36,13 @@ def test_a_child_is_refused_and_its_parent_is_untouched(ending: str, hosts: str)
         assert job.wait() == [0, 0]
 
 
+def test_what_came_by_a_mailbox_stays_as_it_is_in_a_child() -> None:
+    with start_ranks("forks", 2, settings=SETTINGS) as job:
+        job.send([0, 1], keep=True)
+        assert job.receive(0, "kept")["values"] == [2.0]
+        assert job.wait() == [0, 0]
+
+
 @pytest.mark.timeout(LONG_TEST_S)
 def test_a_child_that_trains_on_is_refused_and_its_parent_has_the_right_gradients() -> None:
     with start_ranks("forks", 2, settings=SETTINGS, patience_s=LONG_S) as job:

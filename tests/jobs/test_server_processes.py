@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from ronde.errors import CheckpointError
 from ronde.launch.config import make_launch_config
 from ronde.launch.server_processes import place_servers
 from ronde.ps import load_checkpoint
+from tests.commands import run_command
 from tests.jobs.kit import ROOT, RondeRun, SshHosts, ask, needs_hosts, run, script
 from tests.limits import LONG_S, promised_s
 from tests.services import needs
@@ -85,11 +87,10 @@ def test_a_server_process_that_was_stopped_is_refused_when_it_wakes_and_comes_ba
     check_exact(seen + result.out, 2, 2 * promised_s(1.0))
 
 
-@pytest.mark.parametrize("mode", ["bounded", "async"])
-def test_workers_and_servers_that_are_killed_are_replaced_while_others_train(tmp_path: Path, mode: str) -> None:
+def test_workers_and_servers_that_are_killed_are_replaced_while_others_train(tmp_path: Path) -> None:
     """In an elastic job. What is started in the place of a lost worker trains with the others."""
     options = ["-np", "2", "--min-np", "1", "--servers", "2", "--no-fold"]
-    with RondeRun(*options, *train(tmp_path, "--mode", mode, "--dies")) as job:
+    with RondeRun(*options, *train(tmp_path, "--mode", "bounded", "--dies")) as job:
         seen = read_until(job, "worker 2 is rank")
         servers_of(job)[0].send_signal(signal.SIGKILL)
         seen += read_until(job, f"servers ({FIRST + 1}, {FIRST + 2})")
@@ -98,6 +99,14 @@ def test_workers_and_servers_that_are_killed_are_replaced_while_others_train(tmp
     assert result.code == 0, result
     assert "worker 1 is lost" in result.err, result.err
     check_exact(seen + result.out, 2, promised_s(2.0))
+
+
+@pytest.mark.parametrize("mode", ["sync", "dynamic", "async"])
+def test_no_sample_is_lost_or_used_twice_when_processes_are_killed_at_random_moments(mode: str) -> None:
+    """Also when both ranks with which the job began have been killed. 100 kills take some minutes."""
+    command = [sys.executable, "benchmarks/parameter_server_kills.py", "--kills", "4", "--mode", mode]
+    done = run_command(command, limit_s=LONG_S)
+    assert done.returncode == 0 and "exact: True" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_checkpoint_that_servers_have_written_is_restored_on_another_number_of_servers(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ std::shared_ptr<PlacedData> PlacementArea::place(const std::shared_ptr<LinkMappi
 
 std::shared_ptr<PlacedData> find_placed(const std::shared_ptr<LinkMapping>& mapping, uint64_t offset, uint64_t bytes) {
   bool fits = mapping != nullptr && offset % kLine == 0 && bytes <= LinkMemory::kAreaBytes &&
-              offset <= LinkMemory::kAreaBytes - sizeof(Mark) && bytes <= LinkMemory::kAreaBytes - sizeof(Mark) - offset;
+              offset <= LinkMemory::kAreaBytes - sizeof(Mark) &&
+              bytes <= LinkMemory::kAreaBytes - sizeof(Mark) - offset;
   return fits ? std::make_shared<PlacedData>(mapping, offset) : nullptr;
 }
 

@@ -22,8 +22,8 @@ from ronde.text import format_compact_number, format_count, format_duration
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ronde.search.options import SearchOptions
     from ronde.search.results import SearchResult, SearchStatus
+    from ronde.search.run import SearchOptions
 
 DESCRIPTION = """Search for hyper-parameters, as the section `search` of a job file says.
 
@@ -82,7 +82,7 @@ def search(arguments: Sequence[str]) -> int:
 
 def read_options(path: str, flags: dict[str, Any]) -> SearchOptions:
     """Return the section of the file, with these flags in the place of its keys. ValueError names file and key."""
-    from ronde.search.options import SearchOptions
+    from ronde.search.run import SearchOptions, check_options
 
     options = read_section(path, "search", SearchOptions)
     values = {name: getattr(options, name) for name in options.__struct_fields__}
@@ -90,9 +90,14 @@ def read_options(path: str, flags: dict[str, Any]) -> SearchOptions:
         if name in flags:  # they exclude each other
             values["metric"] = values["metric_key"] = ""
     try:
-        return msgspec.convert({**values, **flags}, SearchOptions)
+        options = msgspec.convert({**values, **flags}, SearchOptions)
     except msgspec.ValidationError as error:
         raise ValueError(f"--{str(error).partition('$.')[2].rstrip('`').replace('_', '-')}: {error}") from None
+    try:
+        check_options(options)
+    except ValueError as error:
+        raise ValueError(f"{path}: search: {error}") from None
+    return options
 
 
 def make_base_job(path: str, flags: dict[str, Any]) -> Job:

@@ -87,6 +87,12 @@ def _check_with(section: str, module: str, name: str) -> Callable[[str], object]
     return check
 
 
+def _check_search(path: str) -> object:
+    from ronde.cli.search import read_options
+
+    return read_options(path, {})
+
+
 def _run_command(path: str, sections: Mapping[str, Any]) -> list[str]:
     """`ronde run`, with the parameters that the search has found in its command."""
     command = sections["run"].get("command", "")
@@ -144,7 +150,7 @@ STEPS = (
     WorkflowStep(
         "search",
         lambda path, _: ["search", path],
-        _check_with("search", "ronde.search.options", "SearchOptions"),
+        _check_search,
         (),
         ("objective", "setup"),
         lambda section: _search_result(section),

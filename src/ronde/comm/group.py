@@ -437,13 +437,19 @@ class Group:
         return target.result if timing.received is None else (target.result, self.ranks[timing.received.source])
 
     def open_mailbox(
-        self, handler: Handler | None = None, *, on_lost: Callable[[int, str], object] | None = None
+        self,
+        handler: Handler | None = None,
+        *,
+        on_lost: Callable[[int, str], object] | None = None,
+        in_place: bool = False,
     ) -> Mailbox:
         """Open a mailbox, for messages that a handler takes as they come. All members open the mailboxes of a group in
         the same order, and no one waits for the others; a rank that only posts and requests needs no handler.
 
         The handler gets one MailboxMessage at a time, in a thread of the mailbox. `on_lost` is called there with the
-        rank and the reason when a member is gone, so it needs a handler.
+        rank and the reason when a member is gone, so it needs a handler. With `in_place`, large payloads are not copied
+        to memory of their own: arrays may lie in memory that is shared with the sender, and have to be let go of before
+        this process forks a child that reads them.
         """
         _ = self.ordered_channel  # raises when nothing can start here
         if handler is None and on_lost is not None:
@@ -455,7 +461,14 @@ class Group:
             name = f"mailbox.{self._num_mailboxes}"
             channel = self._open_channels.open(self.id, name, self.ranks, point_to_point=True)
             try:
-                mailbox = Mailbox(channel, self._world_rank, handler, on_lost, open_channels=self._open_channels)
+                mailbox = Mailbox(
+                    channel,
+                    self._world_rank,
+                    handler,
+                    on_lost,
+                    open_channels=self._open_channels,
+                    in_place=in_place,
+                )
             except BaseException:
                 self._open_channels.close(channel)
                 raise

@@ -35,6 +35,9 @@ THREAD_NAME = "ronde-mailbox"
 WINDOW_BYTES = 64 * 1024 * 1024
 """So much of one sender's messages may wait for the handler of a rank; then the sender waits."""
 MAX_HEADER_BYTES = 256 * 1024
+MIN_SHARED_BYTES = 32 * 1024
+"""Payloads from here on may lie in memory that is shared with the sender (kMinPlacedBytes of native/src/endpoint.h). It
+stays as it is until the array is gone, but not for a forked child that still has one."""
 NUM_REQUEST_TAGS = 1 << 30
 CLOSE_TIMEOUT_S = 5.0
 """How long close() waits for a handler to return and for what was posted."""
@@ -140,8 +143,10 @@ class Mailbox:
         on_lost: Callable[[int, str], object] | None,
         *,
         open_channels: OpenChannels,
+        in_place: bool,
     ) -> None:
         self._channel = channel
+        self._in_place = in_place
         self._open_channels = open_channels
         self._ranks = channel.members
         self._rank = rank
@@ -188,7 +193,7 @@ class Mailbox:
         )
         waiting = self._channel.submit(wanted)  # first: a reply for which nothing waits is dropped
         sent = self._channel.submit(call, ((signature, ""),))
-        work = _RequestWork(signature, to, self._operation_timeout_s)
+        work = _RequestWork(signature, to, self._operation_timeout_s, in_place=self._in_place)
         work.started_on((sent, waiting))
         return work.wait() if wait else work
 
@@ -360,7 +365,7 @@ class Mailbox:
         assert timing.received is not None and self._handler is not None
         source = self._ranks[timing.received.source]
         try:
-            kind, request, header, payload = _decode(timing.received)
+            kind, request, header, payload = _decode(timing.received, in_place=self._in_place)
         except ProtocolError:
             logger.exception("a message of rank %d cannot be handled", source)
             return
@@ -400,17 +405,18 @@ class Mailbox:
 class _RequestWork(Work):
     """A request until its reply has come."""
 
-    __slots__ = ("_to",)
+    __slots__ = ("_in_place", "_to")
 
-    def __init__(self, signature: Signature, to: int, timeout_s: float) -> None:
+    def __init__(self, signature: Signature, to: int, timeout_s: float, *, in_place: bool) -> None:
         super().__init__(signature, timeout_s=timeout_s)
         self._to = to
+        self._in_place = in_place
 
     def finish(self) -> Any:
         assert self._running_calls is not None
         timing = self._running_calls[-1].timing
         assert timing is not None and timing.received is not None
-        kind, _, header, payload = _decode(timing.received)
+        kind, _, header, payload = _decode(timing.received, in_place=self._in_place)
         if kind is _Kind.FAILURE:
             error = header.decode(errors="replace")
             self.fail(RondeError(f"the handler of rank {self._to} failed on a {self.signature.description}: {error}"))
@@ -428,18 +434,21 @@ def _facts_of(source: SendBuffer | None) -> tuple[DType, tuple[tuple[int, ...], 
     return source.dtype, (source.array.shape,), source.array.nbytes
 
 
-def _decode(received: Received) -> tuple[_Kind, int, bytes, Any]:
+def _decode(received: Received, *, in_place: bool) -> tuple[_Kind, int, bytes, Any]:
     """Kind, number of the request, the sender's header, and its array or None."""
-    data = received.header
+    text = received.header
     try:
-        kind, dtype_number, num_dimensions, request = PREFIX.unpack_from(data)
-        shape = struct.unpack_from(f"<{num_dimensions}Q", data, PREFIX.size)
-        kind, header = _Kind(kind), data[PREFIX.size + 8 * num_dimensions :]
+        kind, dtype_number, num_dimensions, request = PREFIX.unpack_from(text)
+        shape = struct.unpack_from(f"<{num_dimensions}Q", text, PREFIX.size)
+        kind, header = _Kind(kind), text[PREFIX.size + 8 * num_dimensions :]
         if dtype_number < 0:
             return kind, request, header, None
         dtype = DType(dtype_number)
         assert received.data is not None
-        array = as_array(received.data).view(dtype.numpy).reshape(shape)
+        data = as_array(received.data)
+        if not in_place and data.nbytes >= MIN_SHARED_BYTES:
+            data = data.copy()
+        array = data.view(dtype.numpy).reshape(shape)
     except (struct.error, ValueError) as error:
         raise ProtocolError(
             f"member {received.source} has sent a message that no mailbox of this version does"

@@ -29,6 +29,7 @@ from ronde.data.files import LocalFolder
 from ronde.data.order import NUM_STREAMS, EpochOrder, assign_streams, choose_part, local_range
 from ronde.data.samples import Sample
 from ronde.data.shards import BlockReader, OpenBlock
+from ronde.errors import DataError
 from ronde.training.data_position import DataPosition
 from ronde.training.global_batches import EQUAL_SHARE
 from ronde.training.gradients.steps import inner_sample_counts, set_sample_counts
@@ -311,6 +312,8 @@ class Stream(DataPosition):
             collate=_only_one if is_single else collate,
             num_threads=num_threads,
         )
+        if not local and not self._loader.num_samples:
+            raise DataError(f"{path} has no samples" + (f" in the split {split!r}" if split is not None else ""))
         self._is_local = local
         self._share = None if share is None else max(1, round(share * EQUAL_SHARE))
         self._shares: tuple[Group, tuple[int, ...]] | None = None

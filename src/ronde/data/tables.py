@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ronde.text import format_bytes, shorten
 
 CSV_BLOCK_BYTES = 1 << 20
 SCAN_BYTES = 1 << 20
+MAX_FOOTERS = 128
 QUOTE, NEWLINE, RETURN = b'"\n\r'
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -176,7 +178,8 @@ def scan_parquet(folder: DataFolder, info: FileInfo) -> BlockList:
         return blocks
 
 
-def _open_parquet(folder: DataFolder, info: FileInfo) -> Any:
+def _open_parquet(folder: DataFolder, info: FileInfo, metadata: Any = None) -> Any:
+    """The file; its footer is not read if `metadata` has what is in it."""
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -184,7 +187,7 @@ def _open_parquet(folder: DataFolder, info: FileInfo) -> Any:
         raise ModuleNotFoundError(f"{folder.url}/{info.name} needs pyarrow: pip install ronde[data]") from error
     file = RangeFile(WholeFile(folder, info))
     try:
-        return parquet.ParquetFile(pa.PythonFile(file, mode="r"))
+        return parquet.ParquetFile(pa.PythonFile(file, mode="r"), metadata=metadata)
     except (pa.ArrowException, OSError) as error:
         end = WholeFile(folder, info).read(max(0, info.num_bytes - 4), 4)
         reason = f": it ends at byte {info.num_bytes} without a footer" if end != b"PAR1" else ""
@@ -198,6 +201,8 @@ class ParquetReader(FileReader):
     def __init__(self, folder: DataFolder, table: BlockTable, **options: Any) -> None:
         super().__init__(folder, table, **options)
         self._infos: dict[str, FileInfo] = {}
+        self._footers: OrderedDict[str, Any] = OrderedDict()
+        """Of the files that were read last: a footer may be larger than a row group."""
 
     def open(self, block: int) -> RowBlock:
         import pyarrow as pa
@@ -208,7 +213,10 @@ class ParquetReader(FileReader):
             self._infos = {info.name: info for info in self.folder.list_files()}
         if name not in self._infos:
             raise DataError(f"{self.folder.url}/{name} is not there any more")
-        with _open_parquet(self.folder, self._infos[name]) as file:
+        with _open_parquet(self.folder, self._infos[name], self._footers.get(name)) as file:
+            self._footers[name] = file.metadata
+            while len(self._footers) > MAX_FOOTERS:
+                self._footers.popitem(last=False)
             try:
                 rows = file.read_row_group(number, use_threads=False).to_pylist()
             except (pa.ArrowException, OSError, IndexError) as error:

@@ -422,8 +422,8 @@ def _choose_section(
 
 
 def _load_yaml(path: str) -> tuple[object, dict[tuple[str, str], int]]:
-    """Return the value of the file, in which no key may stand twice (YAML itself would take the last), and the line of
-    each entry of each option."""
+    """Return the value of the file, in which no key may stand twice in one place (YAML itself would take the last), and
+    the line of each entry of each option or section."""
     import yaml  # slow; needed only for a file
 
     lines: dict[tuple[str, str], int] = {}
@@ -431,13 +431,10 @@ def _load_yaml(path: str) -> tuple[object, dict[tuple[str, str], int]]:
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
         root = loader.get_single_node()
-        # No option is nested deeper than the keys of the file and of their values.
         for option, node in [("", root), *((str(key.value), node) for key, node in _yaml_entries(root))]:
             for key, _ in _yaml_entries(node):
-                entry, line = (option, str(key.value)), key.start_mark.line + 1
-                if entry in lines and node.id == "mapping":
-                    twice = twice or f"line {line}: the key {key.value!r} is there twice"
-                lines[entry] = line
+                lines[option, str(key.value)] = key.start_mark.line + 1
+        twice = _find_twice(root, set())
         found = None if root is None or twice else loader.construct_document(root)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
@@ -446,6 +443,20 @@ def _load_yaml(path: str) -> tuple[object, dict[tuple[str, str], int]]:
     if twice:
         raise ValueError(f"{path}, {twice}")
     return found, lines
+
+
+def _find_twice(node: Any, seen: set[int]) -> str:  # a node of YAML, or None
+    """Return the line of the first key that stands twice in one place, at any depth; empty if there is none."""
+    if node is None or id(node) in seen or node.id == "scalar":  # an anchor may be in many places
+        return ""
+    seen.add(id(node))
+    keys = set()
+    for key, _ in node.value if node.id == "mapping" else []:
+        if key.id == "scalar" and (key.tag, key.value) in keys:
+            return f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice"
+        keys.add((key.tag, str(key.value)))
+    children = [child for _, child in node.value] if node.id == "mapping" else node.value
+    return next((found for child in children if (found := _find_twice(child, seen))), "")
 
 
 def _yaml_entries(node: Any) -> list[tuple[Any, Any]]:  # nodes of YAML, or None

@@ -11,8 +11,9 @@ The folder has to be one that all servers and the workers reach under the same p
 from __future__ import annotations
 
 import re
+import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,18 @@ def write_part(directory: str, version: int, part: int, state: Array) -> SavedFi
         sums[:] = [len(data), zlib.crc32(data)]
 
     try:
-        LocalStorage(folder_of(directory, version)).write(_file_of(part), fill)
+        _write(folder_of(directory, version), _file_of(part), fill)
     except OSError as error:
         return SavedFile(error=f"{folder_of(directory, version) / _file_of(part)}: {error.strerror or error}")
     return SavedFile(num_bytes=sums[0], crc32=sums[1])
+
+
+def _write(folder: Path, name: str, fill: Callable[[Path], object]) -> None:
+    """Create a file, or replace one that has the same content: two workers may save one version at the same time, and a
+    server that was stopped may wake and write what another one has written in its place."""
+    own = f"{name}.{uuid.uuid4().hex}"
+    LocalStorage(folder).write(own, fill)
+    (folder / own).replace(folder / name)
 
 
 def write_manifest(directory: str, version: int, setup: ServerSetup, tables: list[str], files: list[SavedFile]) -> Path:
@@ -111,7 +120,7 @@ def write_manifest(directory: str, version: int, setup: ServerSetup, tables: lis
     )
     folder = folder_of(directory, version)
     try:
-        LocalStorage(folder).write(MANIFEST, lambda path: path.write_bytes(msgspec.json.encode(manifest)))
+        _write(folder, MANIFEST, lambda path: path.write_bytes(msgspec.json.encode(manifest)))
     except OSError as error:
         raise CheckpointError(f"cannot write {folder / MANIFEST}: {error.strerror or error}") from error
     return folder

@@ -8,6 +8,7 @@ change, they meet in the rounds of servers (server_rounds).
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -52,6 +53,8 @@ SUSPECT_S = 10.0
 
 TAKE_BYTES = 2 * 1024 * 1024
 """A waiting program writes parts of a read to the parameters when so much of it has come, while more is on its way."""
+
+logger = logging.getLogger("ronde.ps")
 
 _T = TypeVar("_T")
 
@@ -387,7 +390,8 @@ class ParameterServer:
         """Yield indices of samples to train on, batch_size at a time, until every sample of the epoch is used.
 
         Each sample is used exactly once: a push acknowledges all samples that were yielded before it, and what a lost
-        worker has not acknowledged is given to others. Epochs are counted up by one.
+        worker has not acknowledged is given to others. A program that pushes once for several batches has to push what
+        is left when this has ended. Epochs are counted up by one.
         """
         if self._worker.is_finished and not self._is_closed:
             return
@@ -412,6 +416,12 @@ class ParameterServer:
         """Leave, and wait until all workers have; the parts of this rank are served until then. Idempotent."""
         if self.is_worker and not self._worker.has_left:
             self.finish_step()
+            if self._open_leases:
+                logger.warning(
+                    "rank %d leaves a parameter server without a push of its last %d batches of samples",
+                    self.rank,
+                    len(self._open_leases),
+                )
             with self._changed:
                 self._participant.send(self._worker.leave())
         self.serve()
@@ -565,7 +575,7 @@ class ParameterServer:
         self._instance = max(instance for _, instance in made)  # a process that is new has made none yet
         rounds.use_instance(self._instance)
         setup = self._agree(choices, optimizer, version, servers=rounds.num_servers or numbers, workers=numbers)
-        rounds.start()
+        rounds.want(self._instance)
         deadline = Deadline(self._group.operation_timeout_s)
         configuration: Configuration | None = None
         if self.rank == self._group.ranks[0] and not rounds.is_made(self._instance, {*numbers}, deadline):

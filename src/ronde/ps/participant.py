@@ -14,6 +14,7 @@ processes meet again and again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,7 +28,9 @@ import numpy as np
 from ronde.comm.group import Group
 from ronde.comm.mailbox import MailboxMessage
 from ronde.errors import PeerLost, RondeError, RoundEnded
-from ronde.ps.checkpoints import write_part
+from ronde.net.event_loop import start_thread
+from ronde.net.open_files import explain_open_files
+from ronde.ps.checkpoints import SavedFile, write_part
 from ronde.ps.commit_log.log_state import LogState
 from ronde.ps.partition import Array, Configuration
 from ronde.ps.protocol import (
@@ -41,11 +44,13 @@ from ronde.ps.protocol import (
     make_batches,
     split_batch,
 )
-from ronde.ps.server import Action, Propose, SendState, ServerCore, ServerSetup
+from ronde.ps.server import Action, Propose, SavePart, SendState, ServerCore, ServerSetup
 from ronde.ps.worker import WorkerCore
 
 WAKE_UP = b""
 """The header of a message that only wakes the thread that handles messages."""
+
+SAVE_THREAD_NAME = "ronde-save-parts"
 
 logger = logging.getLogger("ronde.ps")
 
@@ -256,6 +261,7 @@ class Participant:
     def _carry_out(self, actions: Iterable[Action]) -> None:
         assert self.server is not None
         messages: list[OutgoingMessage] = []
+        saves: list[SavePart] = []
         for action in actions:
             if isinstance(action, OutgoingMessage):
                 messages.append(action)
@@ -268,16 +274,28 @@ class Participant:
                 message = ServerState(self.server.configuration.epoch)
                 self.send((OutgoingMessage(action.to, message, self.messenger.pack(action.state)),))
             else:
-                saved = write_part(action.directory, action.message.version, action.message.part, action.state)
-                told = np.frombuffer(msgspec.json.encode(saved), np.uint8)
-                self.send((OutgoingMessage(action.to, action.message, told),))
+                saves.append(action)
         self.send(messages)
+        if saves:  # this thread goes on, or others would wait for the disk, and miss this server
+            # Owned by nobody: it ends when the files are written. It touches nothing but what it was given.
+            start_thread(threading.Thread(target=self._save, args=(saves,), name=SAVE_THREAD_NAME, daemon=True))
         if not self.is_served.is_set() and self.server.is_ready:
             self.is_served.set()
         if self.server.failure and not self.worker.failure:
             with self.changed:
                 self.worker.failure = self.server.failure
                 self.changed.notify_all()
+
+    def _save(self, actions: Iterable[SavePart]) -> None:
+        """Write parts to files, and tell the worker what was written, or why not."""
+        for to, message, directory, state in actions:
+            try:
+                saved = write_part(directory, message.version, message.part, state)
+            except Exception as error:  # such as a lack of memory: the worker must not wait for this file
+                saved = SavedFile(error=f"part {message.part}: {error!r}")
+            told = np.frombuffer(msgspec.json.encode(saved), np.uint8)
+            with contextlib.suppress(RoundEnded):  # the worker knows, too
+                self.send((OutgoingMessage(to, message, told),))
 
     def _decide(self, configuration: Configuration) -> None:
         """The servers may disagree on who is lost: what the coordinator has heard first holds for all."""
@@ -296,9 +314,10 @@ class MailboxMessenger:
 
     def __init__(self, participant: Participant, group: Group) -> None:
         self._group = group
-        self._mailbox = group.open_mailbox(
-            lambda message: self._on_message(participant, message), on_lost=participant.member_lost
-        )
+        with explain_open_files(f"{group!r} cannot open a mailbox for a parameter server"):
+            self._mailbox = group.open_mailbox(
+                lambda message: self._on_message(participant, message), on_lost=participant.member_lost, in_place=True
+            )
         participant.messenger = self
 
     @staticmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from types import GenericAlias
 from typing import NamedTuple
 
 import msgspec
@@ -212,19 +213,14 @@ class OutgoingMessage(NamedTuple):
     payload: Array | None = None
 
 
-class MessageBatch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Messages for one member, in their order: the header of a mailbox message."""
-
-    owner: int
-    """Which of them the payload belongs to; NO_OWNER without one."""
-    messages: tuple[functools.reduce(operator.or_, ServerMessage.__subclasses__()), ...]  # type: ignore[misc]  # a union
-
-
 NO_OWNER = -1
+"""Of messages that travel together, none has an array."""
 MAX_BATCH = 256
 """Messages in one header, which may have 256 KB."""
 
-_decoder = msgspec.msgpack.Decoder(MessageBatch)
+# A header: which of the messages the payload belongs to, or NO_OWNER, and the messages for one member, in their order.
+_messages = GenericAlias(list, (functools.reduce(operator.or_, ServerMessage.__subclasses__()),))
+_decoder = msgspec.msgpack.Decoder(GenericAlias(tuple, (int, _messages)))
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -247,21 +243,21 @@ def _has_array(each: OutgoingMessage) -> bool:
 
 def _encode_batch(batch: Sequence[OutgoingMessage]) -> tuple[int, bytes, Array | None]:
     owner = next((index for index, each in enumerate(batch) if _has_array(each)), NO_OWNER)
-    header = encode(MessageBatch(owner, tuple(each.message for each in batch)))
+    header = encode((owner, [each.message for each in batch]))
     return batch[0].to, header, None if owner == NO_OWNER else batch[owner].payload
 
 
 def split_batch(header: bytes, payload: Array | None) -> list[tuple[ServerMessage, Array | None]]:
     """The messages of a header, each with its array. Those that have one and got none get an empty one."""
     try:
-        batch = _decoder.decode(header)
+        owner, messages = _decoder.decode(header)
     except msgspec.MsgspecError as error:
         raise ProtocolError(
             f"a message of the parameter server that no ronde of this version sends: {error}"
         ) from error
     return [
-        (message, payload if index == batch.owner else _EMPTY if isinstance(message, WITH_PART) else None)
-        for index, message in enumerate(batch.messages)
+        (message, payload if index == owner else _EMPTY if isinstance(message, WITH_PART) else None)
+        for index, message in enumerate(messages)
     ]
 
 

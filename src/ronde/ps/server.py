@@ -236,8 +236,10 @@ class PartReplica(Replica):
         if copy.dtype == np.uint8:
             copy, workers, *values_read = unpack_arrays(copy)
             self._values_read = dict(zip(workers.tolist(), values_read, strict=True))
-        self.values = copy[:size]
-        self._states = copy[size:].reshape(self._setup.optimizer.num_states, size)
+        # In memory of its own: that of a message is needed for others.
+        self.values = new_array(size, copy.dtype)
+        self.values[:] = copy[:size]
+        self._states = copy[size:].reshape(self._setup.optimizer.num_states, size).copy()
         self._is_shared = False
 
 

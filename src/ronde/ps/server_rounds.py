@@ -71,6 +71,8 @@ class RoundMessageKind(enum.IntEnum):
     """A server has the first values of its parts."""
     ESTABLISH = 3
     """All servers have."""
+    MEET_AGAIN = 4
+    """The sender needs what is told when a round begins: all leave this one."""
 
 
 class InstanceView(NamedTuple):
@@ -284,10 +286,15 @@ class ServerRounds:
                 self.post(to, RoundMessageKind.ESTABLISH, instance, b"", None, attempt=creation.attempt)
             return configuration
 
+    def want(self, instance: int) -> None:
+        """Take part in a parameter server from the next round on, if others have made it."""
+        with self._changed:
+            self._wanted.add(instance)
+        self.start()
+
     def is_made(self, instance: int, workers: set[int], deadline: Deadline) -> bool:
         """Whether others have made the parameter server, and train it or have done so. Waits until these workers are in
         a round."""
-        self.start()
         self._wait_for_round(workers, deadline)
         with self._changed:
             return instance in self._trained or instance in self._finished
@@ -301,14 +308,13 @@ class ServerRounds:
                 participant = self.participants[instance] = Participant(self.number, setup, newest)
                 participant.messenger = RoundMessenger(self, instance)
             self._established.add(instance)
+            self._wanted.discard(instance)
         self.start()
         return participant
 
     def join(self, instance: int, deadline: Deadline) -> Participant | None:
         """Take part in a parameter server that others have made, or are about to make. None if its training is over."""
-        with self._changed:
-            self._wanted.add(instance)
-        self.start()
+        self.want(instance)
         asked_s = time.monotonic()
         with self._changed:
             while instance not in self.participants:
@@ -319,7 +325,7 @@ class ServerRounds:
                 self._changed.wait(WAIT_CHECK_S)
                 if self._round is not None and time.monotonic() - asked_s > REJOIN_INTERVAL_S:
                     asked_s = time.monotonic()
-                    self._must_leave.set()  # others tell what they know when a round begins
+                    self._meet_again()  # others tell what they know when a round begins
             return self.participants[instance]
 
     def make_finished(self, instance: int, setup: ServerSetup) -> Participant:
@@ -346,6 +352,11 @@ class ServerRounds:
             raise self.error
         if deadline.expired:
             raise OperationTimeout(f"{late} within {deadline.timeout_s:g} s")
+
+    def _meet_again(self) -> None:
+        """Let all members leave the round at once. Without a word, they would wait for this process for a while."""
+        for number in self.members:
+            self.post(number, RoundMessageKind.MEET_AGAIN, 0, b"", None)
 
     # --- for messengers --------------------------------------------------------------------------------------------
 
@@ -401,7 +412,7 @@ class ServerRounds:
             was_ready = participant.is_served.is_set()
             participant.handle(source, header, message.payload)
             if participant.server is not None and participant.server.is_evicted:
-                self._must_leave.set()  # it was stopped, and the others went on: in the next round it is a new server
+                self._meet_again()  # it was stopped, and the others went on: in the next round it is a new server
             if participant.is_served.is_set() and not was_ready:
                 self._report_ready(instance)
         elif kind == RoundMessageKind.CREATE:
@@ -426,6 +437,8 @@ class ServerRounds:
         elif kind == RoundMessageKind.ESTABLISH:
             with self._changed:
                 self._established.add(instance)
+        elif kind == RoundMessageKind.MEET_AGAIN:
+            self._must_leave.set()
 
     def _unpack_setup(self, payload: Array) -> tuple[ServerSetup, Configuration]:
         """A user's optimizer may be of a module that only the creator's search path finds."""
@@ -480,7 +493,7 @@ class ServerRounds:
         is_begun = False
         try:
             mailbox = world.group.open_mailbox(
-                lambda message: self._on_message(may_handle, numbers, message), on_lost=self._on_lost
+                lambda message: self._on_message(may_handle, numbers, message), on_lost=self._on_lost, in_place=True
             )
             greetings: list[Greeting] = objects.allgather(self._make_greeting(), group=world.group)
             numbers.update(enumerate(greeting.number for greeting in greetings))

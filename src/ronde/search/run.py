@@ -1,9 +1,11 @@
-"""ronde.search.run(), and what `ronde search` has in common with it: from options to a Tuner and its result."""
+"""ronde.search.run(), and what `ronde search` has in common with it: SearchOptions, which are also the section `search`
+of a job file, and the way from them to a Tuner and its result."""
 
 from __future__ import annotations
 
 import operator
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,6 @@ from ronde.launch.agent.cgroup_limits import effective_cpu_count
 from ronde.launch.function import FUNCTION_RANK_COMMAND, make_function_job, pickle_call
 from ronde.launch.job import Job, SshOptions
 from ronde.launch.placement import Host
-from ronde.search.options import SearchOptions
 from ronde.search.results import SearchResult, SearchStatus
 from ronde.search.script_group import MetricReader, ScriptGroup
 from ronde.search.space import parse_space
@@ -30,6 +31,8 @@ from ronde.search.study import (
     SearchStudy,
     StudyOptions,
     check_num_trials,
+    check_points,
+    make_pruner,
 )
 from ronde.search.trial_output import OUTPUT_FOLDER
 from ronde.search.tuner import MakeGroup, Tuner
@@ -38,6 +41,62 @@ from ronde.search.worker_group import GroupEvent, GroupPlacement, TrialGroup, Wo
 
 OWN_FILES = (JOURNAL_NAME, "trials.csv", "trials.json", "report.html")
 """What a search writes to its folder, beside the output of trials."""
+
+
+class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a search needs to know. Hosts, environment and the options of ssh are those of the section `run`."""
+
+    space: dict[str, Any]
+    """What is searched, by the name of each parameter: its ends, or its choices (space.py)."""
+    objective: str = ""
+    """`module:function` that is called with a Trial and returns its value."""
+    setup: str = ""
+    """`module:function` that every worker calls once; what it returns is the second argument of the objective."""
+    command: str | list[str] = ""
+    """Instead of an objective: a command that takes the parameters as flags, or where it says {name}."""
+    metric: str = ""
+    """Of a command: a regular expression for the lines that it prints; its first group is the value."""
+    metric_key: str = ""
+    """Of a command that prints JSON objects: the key of the value."""
+    trials: int = 0
+    """How many; 0 for all points of a space that has a number of them."""
+    points: list[dict[str, Any]] = []
+    """Points that are tried first."""
+    direction: Direction = "minimize"
+    sampler: SamplerName = "tpe"
+    pruner: PrunerName = "none"
+    pruner_options: dict[str, Any] = {}
+    """Keyword arguments of Optuna's MedianPruner, SuccessiveHalvingPruner or HyperbandPruner."""
+    ranks_per_trial: int = 1
+    parallel: int = 0
+    """How many trials run at a time; 0 for as many as the slots of the hosts, or the cores of this machine, allow."""
+    seed: int = 0
+    retries: int = 2
+    """How often a trial is run again after the loss of a rank."""
+    trial_s: float = 0.0
+    """A trial that takes longer has failed; 0 for no limit."""
+    output: str = "search"
+    """Folder of the journal, the tables, the report and the output of trials."""
+
+    def __post_init__(self) -> None:
+        if bool(self.objective) == bool(self.command):
+            raise ValueError("give either `objective`, as in train:objective, or `command`, as in python train.py")
+        if self.command and self.setup:
+            raise ValueError("`setup` is for an objective; a command starts an interpreter for each trial")
+        if not self.command and (self.metric or self.metric_key):
+            raise ValueError("`metric` and `metric_key` are for a command; an objective returns its value")
+        for name, minimum in (("ranks_per_trial", 1), ("parallel", 0), ("trials", 0), ("retries", 0), ("trial_s", 0)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}")
+
+    def split_command(self) -> tuple[str, ...]:
+        """Return the words of the command. ValueError for a quotation that does not end."""
+        if not isinstance(self.command, str):
+            return tuple(self.command)
+        try:
+            return tuple(shlex.split(self.command))
+        except ValueError as error:
+            raise ValueError(f"command: {error} in {self.command!r}") from None
 
 
 def run(
@@ -154,6 +213,17 @@ def search(
         result = tuner.run()
     result.write_tables(folder)
     return result
+
+
+def check_options(options: SearchOptions) -> None:
+    """ValueError if the space, a point, the metric, the pruner or the number of trials is wrong. Nothing is started."""
+    space = parse_space(options.space)
+    check_points(space, options.points)
+    check_num_trials(space, options.trials, len(options.points), options.sampler)
+    make_pruner(options.pruner, options.pruner_options)
+    if options.command:
+        options.split_command()
+        MetricReader(options.metric, options.metric_key)
 
 
 def choose_num_groups(options: SearchOptions, hosts: Sequence[Host], num_trials: int) -> int:

@@ -86,8 +86,8 @@ class SearchStudy:
         """`points` are tried first. ValueError if the folder has the study of another space, direction or objective."""
         self.space = space
         self.options = options
-        self._points = _check_points(space, points)
-        pruner = _make_pruner(options)
+        self._points = check_points(space, points)
+        pruner = make_pruner(options.pruner, options.pruner_options)
         self._journal: StudyJournal = open_journal(folder / JOURNAL_NAME)
         try:
             with _quiet_optuna():
@@ -202,9 +202,11 @@ class SearchStudy:
         known = {**(written or facts), "direction": self._study.direction.name.lower()}
         for name, fact in facts.items():
             if known.get(name) != fact:
+                what = "objective" if name == "what" else name
+                was = "" if name == "space" else f": {json.dumps(known.get(name))}"
                 raise ValueError(
-                    f"{folder} has a search with another {'objective' if name == 'what' else name}: "
-                    f"{json.dumps(known.get(name))}; choose another folder, or replace it (--overwrite)"
+                    f"{folder} has a search with another {what}{was}; choose another folder, or replace it "
+                    "(--overwrite)"
                 )
         if written is None:
             self._study.set_user_attr(FACTS, facts)
@@ -265,19 +267,21 @@ def _make_result(trial: FrozenTrial) -> TrialResult:
     )
 
 
-def _make_pruner(options: StudyOptions) -> optuna.pruners.BasePruner:
-    if options.pruner == "none":
-        if options.pruner_options:
+def make_pruner(name: PrunerName, options: Mapping[str, Any]) -> optuna.pruners.BasePruner:
+    """Return Optuna's pruner. ValueError if it does not have these options."""
+    if name == "none":
+        if options:
             raise ValueError("there are options for a pruner, and no pruner; choose median, asha or hyperband")
         return optuna.pruners.NopPruner()
     try:
-        return _PRUNERS[options.pruner](**options.pruner_options)
+        return _PRUNERS[name](**options)
     except (TypeError, ValueError) as error:
-        text = " ".join(str(error).split()).replace(f"{_PRUNERS[options.pruner].__name__}.__init__()", "the pruner")
-        raise ValueError(f"pruner_options of {options.pruner}: {text}") from None
+        text = " ".join(str(error).split()).replace(f"{_PRUNERS[name].__name__}.__init__()", "the pruner")
+        raise ValueError(f"pruner_options of {name}: {text}") from None
 
 
-def _check_points(space: Space, points: Sequence[Mapping[str, Any]]) -> list[Parameters]:
+def check_points(space: Space, points: Sequence[Mapping[str, Any]]) -> list[Parameters]:
+    """Return the points that the user has written. ValueError if one is not in the space, or there twice."""
     parsed = [parse_point(space, point) for point in points]
     num_equal = len(parsed) - len({point_key(point) for point in parsed})
     if num_equal:

@@ -90,6 +90,12 @@ class AsyncOptimizer(Optimizer):
                     continue
                 self._named[name] = parameter
                 groups[name] = number
+        for name, parameter in self._named.items():
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise TypeError(
+                    f"parameter {name} is {parameter.dtype}; servers train float32 and float64. Keep parameters in "
+                    "float32, compute in torch.autocast, and give compression='bfloat16' or 'float16' to send less"
+                )
         arrays = {name: parameter_array(name, parameter) for name, parameter in self._named.items()}
         self._learns_lr = server_optimizer is None
         """Whether the learning rates of param_groups count."""
@@ -261,11 +267,8 @@ def parameter_array(name: str, parameter: Tensor) -> Array:
     """The memory of a parameter as an array."""
     if parameter.device.type != "cpu":
         raise TypeError(f"parameter {name} is on {parameter.device}; a parameter server takes those on the CPU")
-    if parameter.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"parameter {name} is {parameter.dtype}; servers train float32 and float64. Keep parameters in float32, "
-            "compute in torch.autocast, and give compression='bfloat16' or 'float16' to send less"
-        )
+    if parameter.dtype == torch.bfloat16:
+        raise TypeError(f"parameter {name} is torch.bfloat16, which NumPy does not have; keep parameters in float32")
     array: Array = parameter.detach().numpy()
     return array
 

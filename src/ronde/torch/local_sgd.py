@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -23,12 +24,16 @@ class LocalSGD(Optimizer):
     modules are not averaged. Parameters have to be on the CPU.
     """
 
+    _is_made = False
+    """Whether its parameters are those that are averaged."""
+
     def __init__(
         self, optimizer: Optimizer, *, every: int = 8, averaging: str = "allreduce", group: Group | None = None
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"LocalSGD takes an optimizer of PyTorch, got {type(optimizer).__name__}")
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._is_made = True
         self._optimizer = optimizer
         parameters = [each for param_group in self.param_groups for each in param_group["params"]]
         arrays = [parameter_array(str(number), each) for number, each in enumerate(parameters)]
@@ -49,6 +54,24 @@ class LocalSGD(Optimizer):
         with torch.no_grad():
             self._averager.step()
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """It is refused: ranks average the parameters that there were when this object was made."""
+        if self._is_made:
+            raise ValueError(
+                "parameters cannot be added to a LocalSGD, which would not average them; close it and make another one "
+                "with all parameters"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer of this rank; ranks have different ones."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the optimizer of this rank a state."""
+        self._optimizer.load_state_dict(state_dict)
+        self.param_groups = self._optimizer.param_groups
 
     def finish(self) -> None:
         """Give all ranks the mean of all, weighed by what each has taken in. Collective; called at the end of an epoch

@@ -120,8 +120,11 @@ class SamplePosition(NamedTuple):
 
     @classmethod
     def load(cls, state: Mapping[str, Any], order_settings: Mapping[str, Any]) -> SamplePosition:
-        """The position in the state_dict() of a sampler. ValueError if it is in the middle of an epoch whose order
-        depended on other settings than these."""
+        """The position in the state_dict() of a sampler. ValueError if it is none, or in the middle of an epoch whose
+        order depended on other settings than these."""
+        missing = [key for key in ("epoch", "consumed", *order_settings) if key not in state]
+        if missing:
+            raise ValueError(f"that is no position of such a sampler or data set: it has no {missing[0]!r}")
         position = cls(int(state["epoch"]), int(state["consumed"]))
         wrong = [f"{key}={state[key]!r}, here {mine!r}" for key, mine in order_settings.items() if state[key] != mine]
         if wrong and position.consumed:

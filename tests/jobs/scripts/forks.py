@@ -15,6 +15,8 @@ from ronde.comm.buffers import Array
 from tests.jobs.scripts.control import ControlSocket
 
 MAX_REPORT_BYTES = 1 << 16
+LARGE = 100_000
+"""So many numbers travel through memory that two ranks share."""
 
 
 def try_all(attempts: dict[str, Callable[[], object]]) -> dict[str, str]:
@@ -107,6 +109,28 @@ def use_what_was_inherited(test: ControlSocket, ending: str) -> None:
     ronde.shutdown()
 
 
+def keep_a_payload(test: ControlSocket) -> None:
+    """Rank 0 has an array that came by a mailbox. Its child still has it when the rank has let it go and got others."""
+    ronde.init()
+    mailbox = ronde.world().open_mailbox(lambda message: message.reply(payload=2 * message.payload))
+    if test.rank == 0:
+        kept = mailbox.request(1, payload=np.ones(LARGE)).payload
+        may_look, may_look_end = os.pipe()
+        report, report_end = os.pipe()
+        if os.fork() == 0:
+            os.read(may_look, 1)
+            os.write(report_end, json.dumps(np.unique(kept).tolist()).encode())
+            os._exit(0)
+        del kept
+        for _ in range(3):
+            mailbox.request(1, payload=np.full(LARGE, 100.0))
+        os.write(may_look_end, b".")
+        test.send("kept", values=json.loads(os.read(report, MAX_REPORT_BYTES)))
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+    ronde.barrier()
+    ronde.shutdown()
+
+
 class Numbers:
     """A dataset: every item is what a worker of the loader says about the rank."""
 
@@ -185,6 +209,8 @@ def main() -> None:
         wanted = test.receive()
         if wanted.get("train"):
             train(test)
+        elif wanted.get("keep"):
+            keep_a_payload(test)
         elif "victim" in wanted:
             load_until_killed(test, wanted["victim"], wanted["settings"])
         else:

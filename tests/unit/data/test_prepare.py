@@ -208,7 +208,7 @@ def test_two_runs_do_not_prepare_the_same_folder_at_a_time(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "LOCK_WAIT_S", 0.1)
-    refused = []
+    refused: list[object] = []
 
     def begin_another(progress: PrepareProgress) -> None:
         if not refused:

@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from ronde.comm.world import World
-from ronde.data import Stream
+from ronde.data import Stream, open_dataset
 from ronde.data.order import NUM_STREAMS
 from ronde.data.shards import BlockReader
 from ronde.data.stream import BatchLoader, StepPlan, collate_samples
+from ronde.data.tables import ParquetReader
 from ronde.errors import DataError
 from ronde.training.sample_sharding import SamplePosition
 from tests.conformance.ranks import run_threads
-from tests.unit.data.made_data import counting_reader, write_shards
+from tests.unit.data.made_data import CountingFolder, counting_reader, write_shards
 
 
 def make_loader(reader: BlockReader, *, num_streams: int = NUM_STREAMS, num_threads: int = 0) -> BatchLoader:
@@ -64,6 +67,23 @@ def test_all_ranks_together_read_little_more_than_the_data(data: Path, size: int
         num_read += folder.num_bytes
     assert used == Counter(range(1200))
     assert num_read <= 1.1 * total
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_row_groups_of_parquet_are_read_once_and_footers_once_by_each_rank(tmp_path: Path, size: int) -> None:
+    random = np.random.default_rng(0)
+    table = pa.table({"number": np.arange(1200), "bytes": [random.bytes(4000) for _ in range(1200)]})
+    parquet.write_table(table, tmp_path / "x.parquet", row_group_size=10, write_statistics=False)
+    total, num_read, used = (tmp_path / "x.parquet").stat().st_size, 0, Counter[int]()
+    blocks = open_dataset(tmp_path).table
+    for member in range(size):
+        folder = CountingFolder(tmp_path, is_far=True)
+        reader = ParquetReader(folder, blocks)
+        for counts, batch in make_loader(reader).load(make_plan(member, (1000,) * size, global_batch=60)):
+            used.update(batch if counts[member] else [])
+        num_read += folder.num_bytes
+    assert used == Counter(range(1200))
+    assert num_read <= 1.1 * total + size * 131_072  # a footer is read with what is before it
 
 
 @pytest.mark.parametrize("is_far", [False, True], ids=["local", "far"])
@@ -233,6 +253,16 @@ def test_data_that_cannot_be_read_are_an_error_on_every_rank(tmp_path: Path) -> 
     run_threads(2, body)
 
 
+def test_data_without_samples_are_an_error_and_no_empty_epoch(tmp_path: Path) -> None:
+    write_shards(tmp_path, [])
+
+    def body(world: World) -> None:
+        with pytest.raises(DataError, match="has no samples in the split 'train'"):
+            Stream(tmp_path, split="train", group=world.group)
+
+    run_threads(2, body)
+
+
 # --- one rank ------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +299,8 @@ def test_a_position_of_other_data_is_refused_in_the_middle_of_an_epoch(data: Pat
         state = {**stream.state_dict(), "consumed": 100}
         with pytest.raises(ValueError, match="cannot go on in the middle of epoch 0"):
             Stream(tmp_path, global_batch=100, group=group).load_state_dict(state)
+        with pytest.raises(ValueError, match="no position of such a sampler or data set: it has no 'consumed'"):
+            stream.load_state_dict({"epoch": 3})
         with pytest.raises(ValueError, match="num_streams"):
             Stream(data, global_batch=100, group=group, num_streams=3).load_state_dict(state)
 

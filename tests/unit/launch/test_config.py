@@ -202,6 +202,7 @@ def test_a_working_directory_that_was_deleted_is_told(tmp_path: Path, monkeypatc
         ("env: {C: [1, 2]}", "env: C must be one value, got [1, 2]"),
         ("name: a\nnum_ranks: 1\nname: b", ", line 3: the key 'name' is there twice"),
         ("env:\n  A: 1\n  A: 2", ", line 3: the key 'A' is there twice"),
+        ("search:\n  space: {x: {low: 1, high: 2, low: 3}}", ", line 2: the key 'low' is there twice"),
         ("name: 2020-99-99", "is no YAML: month must be in 1..12"),
         ("- a\n- b", "must hold keys and values, as in `num_ranks: 4`, got a list"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from ronde.comm.world import World
 from ronde.errors import Mismatch, RondeError
-from ronde.ps import SGD, Adam, GradientNoise, Optimizer, ParameterServer
+from ronde.ps import SGD, Adam, GradientNoise, Optimizer, ParameterServer, load_checkpoint
 from tests.conformance.ranks import run_threads
 
 SHAPES = {"weight": (300, 400), "bias": (7,), "scalar": ()}
@@ -331,3 +332,17 @@ def test_mistakes_are_named() -> None:
             ParameterServer([np.zeros(3)], SGD(lr=1.0), state={"version": 1, "parameters": {}}, group=group)
 
     run_threads(2, body)
+
+
+def test_workers_may_save_one_version_at_the_same_time(tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        values = np.arange(300_000.0)
+        with ParameterServer([values], SGD(lr=1.0, momentum=0.9), group=world.group) as server:
+            server.step([np.ones_like(values)])
+            for _ in range(5):
+                loaded = load_checkpoint(server.save(tmp_path))
+                assert loaded["version"] == 1 and (loaded["parameters"]["0"] == values).all()
+            world.group.barrier()
+
+    run_threads(3, body)
+    assert [path.suffix for path in tmp_path.glob("*/*") if path.suffix not in (".json", ".npy")] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -13,11 +14,15 @@ from ronde.errors import Mismatch
 from ronde.ps.commit_log.leases import LeaseTable
 from ronde.ps.commit_log.log_state import (
     AddWorker,
+    CommitPush,
+    Effect,
     LogRecord,
     LogState,
     RemoveWorker,
     ReplyCommitted,
+    ReplyLease,
     ReplyRejected,
+    TakeLease,
     WorkerAdded,
 )
 from ronde.ps.commit_log.staleness import Clocks, Mode, StalenessSettings
@@ -186,6 +191,7 @@ def test_epochs_follow_each_other() -> None:
         table.open_epoch(1, 3)
     lease = table.grant(5, 0, 3)
     assert lease is not None and table.grant(6, 0, 1) is None and table.leases_of(5) == (lease,)
+    assert table.grant(5, 0, 1) == lease.__class__(0, 0, ())  # it does not wait for itself
     table.acknowledge(6, [lease.number])  # not its own
     assert not table.is_over
     table.acknowledge(5, [lease.number])
@@ -203,3 +209,25 @@ def test_training_is_over_when_all_workers_are_lost_only_if_no_others_can_come(w
     if workers_may_join:
         state.apply(LogRecord(3, 0.0, RemoveWorker(1, 2)))  # it has come to its end
         assert state.is_finished
+
+
+def test_who_has_used_its_samples_waits_for_the_next_epoch_and_who_leaves_some_to_nobody_is_told() -> None:
+    state = LogState(StalenessSettings(Mode.BOUNDED, 9), (0, 1))
+    positions, requests = itertools.count(1), itertools.count(1)
+
+    def take(worker: int, epoch: int, count: int) -> list[Effect]:
+        return state.apply(LogRecord(next(positions), 0.0, TakeLease(worker, next(requests), epoch, 10, count)))
+
+    def push(worker: int, *leases: int) -> list[ReplyLease]:
+        step = state.steps[worker] + 1
+        entry = CommitPush(worker, next(requests), step, leases=leases)
+        return [each for each in state.apply(LogRecord(next(positions), 0.0, entry)) if isinstance(each, ReplyLease)]
+
+    numbers = [effect.lease.number for worker in (0, 1) for effect in take(worker, 0, 5)]  # type: ignore[union-attr]
+    (ended,) = take(0, 0, 5)  # it has accumulated gradients, and has to push them
+    assert isinstance(ended, ReplyLease) and not ended.lease.ranges
+    assert push(0, numbers[0]) == [] and take(0, 1, 2) == []  # the other one still has some
+    (granted,) = push(1, numbers[1])
+    assert granted.worker == 0 and granted.lease.epoch == 1
+    (rejected,) = take(1, 2, 1)
+    assert isinstance(rejected, ReplyRejected) and "epoch 2 cannot begin: 10 of the 10 samples" in rejected.reason

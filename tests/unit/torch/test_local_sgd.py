@@ -52,3 +52,24 @@ def test_ranks_with_data_of_their_own_come_to_one_model(averaging: str) -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(TypeError, match="LocalSGD takes an optimizer of PyTorch, got Linear"):
         LocalSGD(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_the_state_is_that_of_the_optimizer_inside_and_parameters_cannot_be_added() -> None:
+    def body(world: World) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), group=world.group)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        assert state["state"][0]["momentum_buffer"].equal(torch.ones(2, 2))
+        inside = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5)
+        other = LocalSGD(inside, group=world.group)
+        other.load_state_dict(state)
+        assert other.param_groups is inside.param_groups and inside.param_groups[0]["lr"] == 0.1
+        assert other.state_dict()["state"][0]["momentum_buffer"].equal(torch.ones(2, 2))
+        with pytest.raises(ValueError, match="which would not average them"):
+            other.add_param_group({"params": nn.Linear(1, 1).parameters()})
+        optimizer.close()
+        other.close()
+
+    run_threads(1, body)

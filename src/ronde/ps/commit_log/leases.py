@@ -50,6 +50,11 @@ class LeaseTable:
         """Whether every sample of the epoch is acknowledged."""
         return self.num_acknowledged == self.num_samples
 
+    @property
+    def has_free(self) -> bool:
+        """Whether there are samples of this epoch that nobody has."""
+        return bool(self._free)
+
     def open_epoch(self, epoch: int, num_samples: int) -> None:
         """Begin an epoch, unless it has begun. Raises ValueError if that cannot be."""
         if epoch < self.epoch or (epoch == self.epoch and num_samples == self.num_samples):
@@ -57,17 +62,22 @@ class LeaseTable:
         if epoch == self.epoch:
             raise Mismatch(f"epoch {epoch} has {self.num_samples} samples, and a worker asks for one of {num_samples}")
         if not self.is_over:
-            raise ValueError(f"epoch {epoch} cannot begin: {self.epoch} still has samples that are not acknowledged")
+            num_left = self.num_samples - self.num_acknowledged
+            raise ValueError(
+                f"epoch {epoch} cannot begin: {num_left} of the {self.num_samples} samples of epoch {self.epoch} were "
+                "not used in a step that was pushed; go through all of samples(), and push what is left behind it"
+            )
         self.epoch, self.num_samples, self.num_acknowledged = epoch, num_samples, 0
         self._free = deque([SampleRange(0, num_samples)] if num_samples else [])
 
     def grant(self, worker: int, epoch: int, count: int) -> Lease | None:
-        """Up to `count` samples for a worker. None while all that are left are leased to others, which may be lost;
-        an empty lease when the epoch is over."""
+        """Up to `count` samples for a worker. None while all that are left are leased to others, which may be lost; an
+        empty lease when the epoch is over. So it is for a worker that has not acknowledged all of its own, as with
+        accumulated gradients: it has to push them, and must not wait for itself."""
         if epoch < self.epoch or self.is_over:
             return Lease(0, epoch, ())
         if not self._free:
-            return None
+            return Lease(0, epoch, ()) if self.leases_of(worker) else None
         ranges: list[SampleRange] = []
         while self._free and count > 0:
             first = self._free.popleft()

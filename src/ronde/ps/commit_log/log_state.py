@@ -261,7 +261,7 @@ class LogState:
         elif isinstance(entry, BeginRead):
             self._begin_read(entry.worker, entry.read, record.time_s, entry.with_states, entry.save_to)
         elif isinstance(entry, TakeLease):
-            effects += self._take_lease(entry)
+            self._lease_requests[entry.worker] = entry
         elif isinstance(entry, RemoveWorker):
             effects += self._remove(entry)
         effects += self._end_epoch()
@@ -346,23 +346,34 @@ class LogState:
         ordered = sorted(effects, key=lambda effect: not isinstance(effect, STATE_CHANGES))
         return [*ordered[:num_updates], *answered, *ordered[num_updates:]]
 
-    def _take_lease(self, entry: TakeLease) -> list[Effect]:
-        try:
-            self.leases.open_epoch(entry.epoch, entry.num_samples)
-        except ValueError as error:
-            return [ReplyRejected(entry.worker, entry.request, str(error))]
-        self._lease_requests[entry.worker] = entry
-        return []
-
     def _answer_leases(self) -> list[Effect]:
         effects: list[Effect] = []
         for worker, entry in list(self._lease_requests.items()):
-            lease = self.leases.grant(worker, entry.epoch, entry.count)
-            if lease is not None:
-                del self._lease_requests[worker]
-                reply = self.last_replies[worker, TakeLease] = ReplyLease(worker, entry.request, lease)
-                effects.append(reply)
+            if entry.epoch > self.leases.epoch and not self.leases.is_over and self._can_end_without(worker):
+                continue
+            reply: Reply
+            try:
+                self.leases.open_epoch(entry.epoch, entry.num_samples)
+            except ValueError as error:
+                reply = ReplyRejected(worker, entry.request, str(error))
+            else:
+                lease = self.leases.grant(worker, entry.epoch, entry.count)
+                if lease is None:
+                    continue
+                reply = ReplyLease(worker, entry.request, lease)
+            del self._lease_requests[worker]
+            self.last_replies[worker, TakeLease] = reply
+            effects.append(reply)
         return effects
+
+    def _can_end_without(self, worker: int) -> bool:
+        """Whether others will use the rest of the samples, while this worker waits for the next epoch. It has used its
+        own. Samples that nobody has are left to others only if these do not wait for its next step."""
+        if self.leases.leases_of(worker):
+            return False
+        later = {each for each, entry in self._lease_requests.items() if entry.epoch > self.leases.epoch}
+        others = self.clocks.clocks.keys() - later
+        return bool(others) and (self.clocks.mode is Mode.ASYNC or not self.leases.has_free)
 
     def _add(self, entry: AddWorker) -> list[Effect]:
         """The worker has come as far as the slowest of the others, so that it neither waits nor is waited for more than

@@ -75,6 +75,8 @@ class UniformRows:
     seed: int = 0
 
     def __call__(self, rows: Array, dim: int) -> Array:
+        if not self.bound:
+            return np.zeros((len(rows), dim))
         bits = _hash(_number_elements(rows, dim), self.seed) >> np.uint64(11)
         return (bits.astype(np.float64) * 2.0**-52 - 1.0) * self.bound
 
@@ -176,9 +178,9 @@ def sum_duplicates(rows: Array, values: Array) -> tuple[Array, Array]:
     unique, inverse = np.unique(rows, return_inverse=True)
     if len(unique) == len(rows):
         return unique, values[np.argsort(rows, kind="stable")]
-    total = np.zeros((len(unique), values.shape[1]), values.dtype)
-    np.add.at(total, inverse.reshape(-1), values)
-    return unique, total
+    order = np.argsort(inverse.reshape(-1), kind="stable")
+    starts = np.searchsorted(inverse.reshape(-1)[order], np.arange(len(unique)))
+    return unique, np.add.reduceat(values[order], starts, axis=0)
 
 
 class RowCache:

@@ -24,6 +24,11 @@ HISTORY_BYTES = 128 * 1024 * 1024
 """So much of replaced rows is kept for each part of a table."""
 
 
+KEPT_READ_BYTES = 4 * 1024 * 1024
+MAX_KEPT_READS = 8
+"""First values of so many reads are kept, if they are not larger."""
+
+
 class RowChange(NamedTuple):
     """What an update has replaced."""
 
@@ -70,6 +75,8 @@ class TableReplica(Replica):
         """Newest last."""
         self._history_bytes = 0
         self._max_history_bytes = history_bytes
+        self._first_values_read: deque[tuple[Array, Array]] = deque(maxlen=MAX_KEPT_READS)
+        """First values that were needed last, and their rows, sorted."""
 
     @property
     def is_loaded(self) -> bool:
@@ -181,7 +188,21 @@ class TableReplica(Replica):
         values = self._values[rows]
         is_new = ~self._is_trained[rows]
         if is_new.any():
-            values[is_new] = self._table.first_values(self._part.number_rows(rows[is_new]))
+            values[is_new] = self._first_values(rows[is_new])
+        return values
+
+    def _first_values(self, rows: Array) -> Array:
+        """Those of rows that were never trained, by their numbers within the part. What was made for a read is kept for
+        a moment: a worker trains the rows that it has read."""
+        for known, values in self._first_values_read:
+            at = np.searchsorted(known, rows)
+            at[at == len(known)] = 0
+            if (known[at] == rows).all():
+                found: Array = values[at]
+                return found
+        values = self._table.first_values(self._part.number_rows(rows))
+        if values.nbytes <= KEPT_READ_BYTES and (np.diff(rows) > 0).all():
+            self._first_values_read.append((rows, values))
         return values
 
     def _mean_gradient(self, contributions: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
