@@ -26,7 +26,16 @@ import numpy as np
 import psutil
 from serving import make_model
 
+from ronde.serve.model import ONNX_NAME, load_model_folder, write_metadata
+
 NUM_COLUMNS = 32
+
+
+def write_model_folder(path: Path, hidden: int) -> None:
+    """As `ronde export` makes it."""
+    path.mkdir()
+    make_model(path / ONNX_NAME, hidden, NUM_COLUMNS)
+    write_metadata(path, load_model_folder(path).metadata)
 
 
 def write_rows(path: Path, num_rows: int) -> None:
@@ -42,7 +51,7 @@ def write_rows(path: Path, num_rows: int) -> None:
 def run_predict(folder: Path, num_ranks: int, *, kill_every_s: float = 0.0, seed: int = 0) -> tuple[float, int]:
     """Seconds from the start to the end, and the number of ranks that were killed."""
     columns = ",".join(f"c{number}" for number in range(NUM_COLUMNS))
-    words = [sys.executable, "-m", "ronde.cli.main", "predict", "--model", "mlp.onnx", "--input", "rows.csv"]
+    words = [sys.executable, "-m", "ronde.cli.main", "predict", "--model", "mlp", "--input", "rows.csv"]
     words += ["--output", "out.csv", "--columns", f"x={columns}", "--keep", "id", "-np", str(num_ranks)]
     for path in folder.glob("out.csv*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -89,7 +98,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder / "mlp.onnx", options.hidden, NUM_COLUMNS)
+        write_model_folder(folder / "mlp", options.hidden)
         write_rows(folder / "rows.csv", options.rows)
         seconds: dict[int, list[float]] = {1: [], 2: []}
         for _ in range(options.rounds):

@@ -6,12 +6,14 @@ import csv
 import json
 import random
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.commands import PROGRAMS, run_command
+from tests.jobs.kit import SshHosts
 from tests.limits import LONG_S, LONG_TEST_S, PATIENCE_S
 from tests.unit.predict.test_predict import write_csv
 from tests.unit.serve.made_models import write_linear
@@ -110,3 +112,14 @@ def test_a_job_file_says_what_to_predict_and_a_wrong_key_is_named_with_its_line(
     done = run_command([RONDE, "predict", "job.yaml"], cwd=project, limit_s=LONG_S)
     assert done.returncode == 2
     assert "job.yaml, line 6: unknown key 'fromat' in the section 'predict'; did you mean 'format'?" in done.stderr
+
+
+def test_ranks_of_several_hosts_share_the_work(hosts: SshHosts, project: Path) -> None:
+    _, b, c = hosts.addresses
+    write_csv(project / "in.csv", 400, {7: "7,short"})
+    words = ["--model", "model", "--input", "in.csv", "--output", "out.csv", "--columns", "x=a,b,c,d", "--keep", "id"]
+    own = [sys.executable, "-m", "ronde.cli.main", "predict", *words, "--part-rows", "20"]
+    command = hosts.command("-H", f"{b}:1,{c}:1", "--", *own)
+    done = run_command(command, cwd=project, limit_s=LONG_S)
+    assert done.returncode == 0, done.stderr
+    check_output(project, 400, {7})
