@@ -34,6 +34,12 @@ bool until(Condition condition) {
   return true;
 }
 
+// Endpoint::Frame, which is private.
+struct RawFrame {
+  uint32_t kind, flags;
+  uint64_t context, tag, signature, header_bytes, bytes, place;
+};
+
 // A rank without an endpoint: its bytes come when a test says so.
 class RawPeer {
  public:
@@ -56,10 +62,7 @@ class RawPeer {
   }
 
   bool send_frame(uint64_t tag, uint64_t bytes, uint32_t flags = 0) {
-    struct {
-      uint32_t kind, flags;
-      uint64_t context, tag, signature, header_bytes, bytes;
-    } frame{1, flags, 7, tag, 0, 0, bytes};
+    RawFrame frame{1, flags, 7, tag, 0, 0, bytes, 0};
     return send(&frame, sizeof frame);
   }
 
@@ -175,7 +178,7 @@ TEST(the_thread_sends_the_rest_of_a_send_that_timed_out) {
     CHECK(until([] { return thread_sleeps.load(); }));
     std::vector<char> data(32 << 20), got(data.size());
     CHECK_EQ(run(sender, make(RD_SEND, 1, 0, data.data(), data.size()), 0)->result.status, int(RD_TIMEOUT));
-    size_t ahead = 48 + std::strlen("a send"), received = 0;
+    size_t ahead = sizeof(RawFrame) + std::strlen("a send"), received = 0;
     CHECK(until([&] {
       received += reader.try_receive(got.data(), std::min(got.size(), ahead + data.size() - received));
       return received == ahead + data.size();
