@@ -221,9 +221,13 @@ class LocalFolder:
         self.path_of(name).unlink(missing_ok=True)
 
     def remove_unfinished(self) -> None:
-        """Remove what killed processes have left. Nobody may be writing to the folder."""
+        """Remove what killed processes have left. What others are writing stays: they have it locked."""
         for path in self.root.rglob(f"{UNFINISHED_PREFIX}*"):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                with contextlib.suppress(OSError):  # not all file systems have locks
+                    if not wait_for_lock(file.fileno(), 0.0):
+                        continue
+                path.unlink()
 
 
 def _list_below(directory: str, prefix: str, above: frozenset[str]) -> Iterator[FileInfo]:
@@ -266,12 +270,14 @@ def write_aside(path: Path, *, sync: bool = True) -> Iterator[io.BufferedWriter]
     descriptor, aside = tempfile.mkstemp(prefix=f"{UNFINISHED_PREFIX}{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor
+            with contextlib.suppress(OSError):  # not all file systems have locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see remove_unfinished()
             os.fchmod(file.fileno(), 0o644)
             yield file
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        os.replace(aside, path)  # noqa: PTH105  # a text
+            os.replace(aside, path)  # noqa: PTH105  # a text
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(aside)  # noqa: PTH108

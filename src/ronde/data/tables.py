@@ -75,8 +75,9 @@ def _scan_rows(folder: DataFolder, info: FileInfo) -> Iterator[tuple[bool, int]]
             before = chunk[-1:]
     if is_quoted:
         raise DataError(
-            f"{folder.url}/{info.name} is truncated: it ends at byte {offset} inside of quotes, in the row that begins "
-            f"at byte {row_start}"
+            f"{folder.url}/{info.name} ends at byte {offset} inside of quotes, in the row that begins at byte "
+            f"{row_start}: it is truncated, or has a quote in a field that is not in quotes (write such a field in "
+            "quotes, and each quote in it twice)"
         )
     if row_start < offset:
         yield False, offset

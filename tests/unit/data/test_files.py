@@ -64,6 +64,15 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [(info.name, info.num_bytes) for info in folder.list_files()] == [("a/b", 5)]
 
 
+def test_what_another_process_is_writing_is_not_removed_as_unfinished(tmp_path: Path) -> None:
+    (tmp_path / f"{files.UNFINISHED_PREFIX}left.by.a.killed.process").write_bytes(b"ha")
+    with write_aside(tmp_path / "file") as file:
+        file.write(b"whole")
+        LocalFolder(tmp_path).remove_unfinished()
+        assert len(list(tmp_path.iterdir())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_single_file_is_a_folder_with_this_file(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(b"abc")
     (tmp_path / "y.csv").write_bytes(b"def")

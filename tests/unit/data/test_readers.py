@@ -268,9 +268,7 @@ def test_csv_with_blank_lines_and_without_a_last_newline(tmp_path: Path) -> None
 def test_csv_mistakes_are_named_with_their_offset(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text('a,b\n1,2\n3,"4\n')
-    assert (
-        error_of(path) == f"{path} is truncated: it ends at byte 13 inside of quotes, in the row that begins at byte 8"
-    )
+    assert error_of(path).startswith(f"{path} ends at byte 13 inside of quotes, in the row that begins at byte 8: ")
     path.write_text("a,b\n1,2\n3\n")
     assert error_of(path) == f"{path}: row 2 behind byte 4 has 1 values, but there are 2 columns"
     path.write_bytes(b"a,b\n1,\xff\n")
