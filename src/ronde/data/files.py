@@ -16,12 +16,12 @@ import platform
 import tempfile
 import threading
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ronde.data.checksums import crc32
 from ronde.errors import DataError
 from ronde.text import shorten
 from ronde.types import Deadline
@@ -111,7 +111,9 @@ class FileRange:
         self._start = start
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        return self._file.read(self._start + start, max(0, min(num_bytes, self.num_bytes - start)))
+        if num_bytes > self.num_bytes - start:
+            num_bytes = max(0, self.num_bytes - start)
+        return self._file.read(self._start + start, num_bytes)
 
 
 class DataFolder(Protocol):
@@ -408,7 +410,7 @@ class CachedFolder:
                 path.parent.mkdir(exist_ok=True)
                 with write_aside(path, sync=False) as file:  # a checksum tells what a crash has left of it
                     file.write(data)
-                    file.write(zlib.crc32(data).to_bytes(CRC_BYTES, "little"))
+                    file.write(crc32(data).to_bytes(CRC_BYTES, "little"))
                 self._make_room(len(data) + CRC_BYTES)
             except OSError as error:
                 self._warn(error)
@@ -427,7 +429,7 @@ class CachedFolder:
             while chunk := file.read(size, CRC_CHUNK_BYTES):
                 size += len(chunk)
                 rest += chunk
-                crc = zlib.crc32(rest[:-CRC_BYTES], crc)
+                crc = crc32(rest[:-CRC_BYTES], crc)
                 rest = rest[-CRC_BYTES:]
         if len(rest) == CRC_BYTES and int.from_bytes(rest, "little") == crc:
             return FileRange(file, 0, size - CRC_BYTES)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import io
 import struct
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ import msgspec
 import numpy as np
 
 from ronde.comm.buffers import Array
+from ronde.data.checksums import crc32
 from ronde.data.files import ByteRange, DataFolder, FileInfo, read_file, safe_name
 from ronde.data.samples import MAX_SAMPLE_BYTES, Sample, decode_sample
 from ronde.errors import DataError
@@ -181,7 +181,7 @@ class ShardWriter:
         """Write the footer. The file is complete, and the caller closes it."""
         self._end_block()
         footer = msgspec.msgpack.encode(self._blocks)
-        self._write(footer + _FOOTER_TAIL.pack(len(footer), zlib.crc32(footer), FOOTER_MAGIC))
+        self._write(footer + _FOOTER_TAIL.pack(len(footer), crc32(footer), FOOTER_MAGIC))
         return ShardInfo(
             name=self._name,
             num_bytes=self._num_bytes,
@@ -195,9 +195,9 @@ class ShardWriter:
             return
         head = _BLOCK_HEAD.pack(BLOCK_MAGIC, len(self._samples), self._num_pending_bytes)
         head += np.array([len(sample) for sample in self._samples], "<u4").tobytes()
-        head += np.array([zlib.crc32(sample) for sample in self._samples], "<u4").tobytes()
+        head += np.array([crc32(sample) for sample in self._samples], "<u4").tobytes()
         start = self._num_bytes
-        self._write(head + struct.pack("<I", zlib.crc32(head)))
+        self._write(head + struct.pack("<I", crc32(head)))
         for sample in self._samples:
             self._write(sample)
         self._blocks.append((start, self._num_bytes - start, len(self._samples)))
@@ -227,7 +227,7 @@ class ShardBlock:
             raise DataError(f"{where} is truncated: it ends at byte {start + len(head)}, inside of a block's header")
         magic, num_found, payload_bytes = _BLOCK_HEAD.unpack_from(head)
         (crc,) = struct.unpack_from("<I", head, num_head - 4)
-        if magic != BLOCK_MAGIC or num_found != num_samples or crc != zlib.crc32(head[:-4]):
+        if magic != BLOCK_MAGIC or num_found != num_samples or crc != crc32(head[:-4]):
             raise DataError(f"{where} is damaged: the header of the block at byte {start} is not what was written")
         lengths, self._crcs = np.frombuffer(head, "<u4", 2 * num_samples, _BLOCK_HEAD.size).reshape(2, -1)
         self._ends = num_head + np.cumsum(lengths, dtype=np.int64)
@@ -250,7 +250,7 @@ class ShardBlock:
         data = self._source.read(first, length)
         if len(data) < length:
             raise DataError(f"{self._where} is truncated: it ends at byte {self._start + first + len(data)}")
-        if zlib.crc32(data) != self._crcs[row]:
+        if crc32(data) != self._crcs[row]:
             raise DataError(f"{self._where} is damaged: the sample at byte {self._start + first} has another checksum")
         return data
 
@@ -281,7 +281,7 @@ def read_footer(folder: DataFolder, info: FileInfo) -> tuple[tuple[int, int, int
     if magic != FOOTER_MAGIC or length > tail_start:
         raise DataError(f"{where} is truncated: it ends at byte {info.num_bytes} without a footer")
     footer = folder.open_range(info.name, tail_start - length, length).read(0, length)
-    if zlib.crc32(footer) != crc:
+    if crc32(footer) != crc:
         raise DataError(f"{where} is damaged: the footer at byte {tail_start - length} has another checksum")
     try:
         blocks = msgspec.msgpack.decode(footer, type=tuple[tuple[int, int, int], ...])
