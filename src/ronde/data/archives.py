@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ronde.comm.buffers import Array
 from ronde.data.checksums import masked_crc32c
 from ronde.data.files import ByteRange, DataFolder, FileInfo, RangeFile, scan_file
 from ronde.data.samples import KEY, MAX_SAMPLE_BYTES, Sample, decode_field
@@ -86,7 +87,7 @@ def scan_tar(folder: DataFolder, info: FileInfo, *, block_bytes: int = BLOCK_BYT
 
 
 def _scan_members(folder: DataFolder, info: FileInfo) -> Iterator[int]:
-    where = f"{folder.url}/{info.name}"
+    where = folder.where(info.name)
     yield 0
     with scan_file(folder, info) as file:
         end, key = 0, None
@@ -174,14 +175,14 @@ class TarReader(FileReader):
     """WebDataset's tar files: the members of a sample lie behind each other and have the same name up to the first
     dot."""
 
-    def open(self, block: int) -> TarBlock:
+    def open(self, block: int, rows: Array | None = None) -> TarBlock:
         source, name, start, num_samples = self._range(block)
         decode: Callable[[str, bytes], Any] | None = None
         if self._decode:
             decode = functools.partial(decode_field, trust=self._trust, images=self._decode_images)
-        opened = TarBlock(source, f"{self.folder.url}/{name}", start, decode)
+        opened = TarBlock(source, self.folder.where(name), start, decode)
         if len(opened) != num_samples:
-            raise DataError(f"{self.folder.url}/{name} has changed: the block at byte {start} has other samples")
+            raise DataError(f"{self.folder.where(name)} has changed: the block at byte {start} has other samples")
         return opened
 
 
@@ -194,7 +195,7 @@ def scan_records(folder: DataFolder, info: FileInfo, *, block_bytes: int = BLOCK
 
 
 def _scan_records(folder: DataFolder, info: FileInfo) -> Iterator[int]:
-    where = f"{folder.url}/{info.name}"
+    where = folder.where(info.name)
     offset = 0
     yield offset
     with scan_file(folder, info) as file:
@@ -259,11 +260,11 @@ class RecordBlock:
 class RecordReader(FileReader):
     """TFRecord files of tf.train.Example; without `decode`, of anything: then a sample has the bytes as `record`."""
 
-    def open(self, block: int) -> RecordBlock:
+    def open(self, block: int, rows: Array | None = None) -> RecordBlock:
         source, name, start, num_samples = self._range(block)
-        opened = RecordBlock(source, f"{self.folder.url}/{name}", start, name, self._decode)
+        opened = RecordBlock(source, self.folder.where(name), start, name, self._decode)
         if len(opened) != num_samples:
-            raise DataError(f"{self.folder.url}/{name} has changed: the block at byte {start} has other records")
+            raise DataError(f"{self.folder.where(name)} has changed: the block at byte {start} has other records")
         return opened
 
 

@@ -6,6 +6,7 @@ through safe_name() before it becomes a path. Every failure is a DataError with 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fcntl
 import hashlib
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -116,17 +117,57 @@ class FileRange:
         return self._file.read(self._start + start, num_bytes)
 
 
+class PartialRange:
+    """A range of a file that is far away, of which only parts are fetched and kept. What is read besides is fetched
+    when it is read."""
+
+    def __init__(self, folder: DataFolder, name: str, start: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._folder = folder
+        self._name = name
+        self._start = start
+        self._parts: list[tuple[int, bytes]] = []
+        """Offset and contents, by offset."""
+
+    def fetch(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Fetch and keep parts, given as offset and number of bytes."""
+        ranges = [(self._start + offset, num_bytes) for offset, num_bytes in parts]
+        fetched = self._folder.read_ranges(self._name, ranges)
+        self._parts += [(offset, data) for (offset, _), data in zip(parts, fetched, strict=True)]
+        self._parts.sort(key=_offset_of)
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        num_bytes = max(0, min(num_bytes, self.num_bytes - start))
+        index = bisect.bisect_right(self._parts, start, key=_offset_of) - 1
+        if index >= 0:
+            offset, data = self._parts[index]
+            if start + num_bytes <= offset + len(data):
+                return data[start - offset : start - offset + num_bytes]
+        return self._folder.open_range(self._name, self._start + start, num_bytes).read(0, num_bytes)
+
+
+def _offset_of(part: tuple[int, bytes]) -> int:
+    return part[0]
+
+
 class DataFolder(Protocol):
     """A folder, or one file as a folder that holds only this file."""
 
     url: str
     is_local: bool
 
+    def where(self, name: str) -> str:
+        """The whole path of a file, for messages."""
+
     def list_files(self) -> list[FileInfo]:
         """All files below the folder, by name, without hidden and unfinished ones."""
 
     def open_range(self, name: str, start: int, num_bytes: int) -> ByteRange:
         """A range of a file. What is far away is fetched now, as one."""
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Ranges of a file, given as start and number of bytes. What is far away is fetched by one request for each,
+        several at a time."""
 
     def write(self, name: str, data: bytes | Path) -> None:
         """Create a file, from bytes or a file of this machine. It appears under its name when it is complete."""
@@ -147,7 +188,7 @@ def read_file(folder: DataFolder, name: str, *, limit_bytes: int) -> bytes:
     """The whole of a small file. DataError if it is larger than the limit."""
     data = folder.open_range(name, 0, limit_bytes + 1).read(0, limit_bytes + 1)
     if len(data) > limit_bytes:
-        raise DataError(f"{folder.url}/{name} is larger than {limit_bytes} bytes")
+        raise DataError(f"{folder.where(name)} is larger than {limit_bytes} bytes")
     return data
 
 
@@ -176,6 +217,9 @@ class LocalFolder:
             raise DataError(f"{path} is refused: a link on its way leads out of {self.root}")
         return path
 
+    def where(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
     def identity(self) -> str:
         """Equal for ranks that see the same folder of the same machine."""
         state = self.root.stat()
@@ -203,6 +247,9 @@ class LocalFolder:
             if len(self._open) > MAX_OPEN_FILES:
                 self._open.popitem(last=False)
         return FileRange(file, start, num_bytes)
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self.open_range(name, start, num_bytes).read(0, num_bytes) for start, num_bytes in ranges]
 
     def write(self, name: str, data: bytes | Path) -> None:
         path = self.path_of(name)
@@ -294,6 +341,8 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        self._only: str | None = None
+        """The name of the file that the URL is; empty if it is a folder, None while that is not known."""
         self._connect()
 
     def _connect(self) -> None:
@@ -306,11 +355,14 @@ class RemoteFolder:
         self._root = folder.rstrip("/")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url}  # another process makes its own connections
+        return {"url": self.url, "_only": self._only}  # another process makes its own connections
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.url = state["url"]
+        self.__dict__.update(state)
         self._connect()
+
+    def where(self, name: str) -> str:
+        return self.url if not name or name == self._only else f"{self.url}/{name}"
 
     @contextlib.contextmanager
     def _as_data_error(self, verb: str, name: str = "") -> Iterator[None]:
@@ -319,8 +371,9 @@ class RemoteFolder:
         except (DataError, ModuleNotFoundError):
             raise
         except Exception as error:  # fsspec raises errors of any class
-            what = f"{self.url}/{name}".rstrip("/")
-            raise DataError(f"cannot {verb} {what}: {type(error).__name__}: {shorten(str(error))}") from error
+            raise DataError(
+                f"cannot {verb} {self.where(name)}: {type(error).__name__}: {shorten(str(error))}"
+            ) from error
 
     def list_files(self) -> list[FileInfo]:
         with self._as_data_error("list"):
@@ -329,8 +382,10 @@ class RemoteFolder:
         if not found:
             raise DataError(f"there is nothing at {self.url}")
         infos = []
+        last = self._root.rpartition("/")[2]
+        self._only = last if [str(path).strip("/") for path in found] == [self._root.strip("/")] else ""
         for path, facts in found.items():
-            name = str(path).strip("/").removeprefix(self._root.strip("/")).lstrip("/") or self._root.rpartition("/")[2]
+            name = str(path).strip("/").removeprefix(self._root.strip("/")).lstrip("/") or last
             if not any(part.startswith(".") and part != ".." for part in name.split("/")):
                 version = (
                     facts.get("ETag") or facts.get("etag") or facts.get("mtime") or facts.get("LastModified") or ""
@@ -339,12 +394,22 @@ class RemoteFolder:
         return sorted(infos)
 
     def _path_of(self, name: str) -> str:
-        is_itself = name == self._root.rpartition("/")[2] and self._fs.isfile(self._root)
-        return self._root if is_itself else f"{self._root}/{safe_name(name)}"
+        if self._only is None and name == self._root.rpartition("/")[2]:
+            self._only = name if self._fs.isfile(self._root) else ""
+        return self._root if name == self._only else f"{self._root}/{safe_name(name)}"
 
     def open_range(self, name: str, start: int, num_bytes: int) -> MemoryRange:
         with self._as_data_error("read", name):
             return MemoryRange(bytes(self._fs.cat_file(self._path_of(name), start=start, end=start + num_bytes)))
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        with self._as_data_error("read", name):
+            starts, ends = [start for start, _ in ranges], [start + num_bytes for start, num_bytes in ranges]
+            found = self._fs.cat_ranges([self._path_of(name)] * len(ranges), starts, ends, on_error="return")
+            for each in found:
+                if isinstance(each, BaseException):
+                    raise each
+            return [bytes(data) for data in found]
 
     def write(self, name: str, data: bytes | Path) -> None:
         path = f"{self._root}/{safe_name(name)}"
@@ -378,8 +443,14 @@ class CachedFolder:
         self._versions = {info.name: info.version for info in folder.list_files()}
         self._has_warned = False
 
+    def where(self, name: str) -> str:
+        return self._folder.where(name)
+
     def list_files(self) -> list[FileInfo]:
         return self._folder.list_files()
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self.open_range(name, start, num_bytes).read(0, num_bytes) for start, num_bytes in ranges]
 
     def write(self, name: str, data: bytes | Path) -> None:
         self._folder.write(name, data)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ronde.comm import objects
+from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.data.dataset import open_dataset
@@ -79,6 +80,13 @@ class StepPlan:
         ranges = (local_range(start, stop, own, length) for own in self.shares)
         return tuple(last - first for first, last in ranges)
 
+    def first_sample(self, order: EpochOrder, *, skip: int = 0) -> int:
+        """The position in the order of the first sample that any member uses, without the batches before `skip`; of the
+        own data, that this member uses."""
+        length = sum(self.shares) if self.is_local else order.length
+        start = min(self.position.consumed + skip * self.global_batch, length)
+        return local_range(start, start, self.shares[self.member], length)[0] if self.is_local else start
+
     def batches(self, order: EpochOrder, *, first: int = 0, stride: int = 1, skip: int = 0) -> Iterator[PlannedBatch]:
         """Batches `first`, `first + stride`, … of this member, without those before `skip`. `order` is that of the
         data, or of its own data."""
@@ -124,17 +132,22 @@ class _BlockEntry:
 
 
 class BlocksInUse:
-    """The blocks of which samples were read and others are left, at most so many. Threads share it."""
+    """The blocks of which samples were read and others are left, at most so many. Threads share it. `begun` are blocks
+    of which samples were used before, with the rows that are left."""
 
-    def __init__(self, reader: BlockReader, capacity: int) -> None:
+    def __init__(self, reader: BlockReader, capacity: int, begun: Mapping[int, Array]) -> None:
         self._reader = reader
         self._capacity = capacity
+        self._begun = begun
         self._entries: OrderedDict[int, _BlockEntry] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, block: int, row: int) -> Sample:
+        rows = self._begun.get(block)
         with self._lock:
-            entry = self._entries.pop(block, None) or _BlockEntry(int(self._reader.table.lengths[block]))
+            entry = self._entries.pop(block, None) or _BlockEntry(
+                int(self._reader.table.lengths[block]) if rows is None else len(rows)
+            )
             entry.num_left -= 1
             if entry.num_left > 0:
                 self._entries[block] = entry
@@ -142,7 +155,7 @@ class BlocksInUse:
                     self._entries.popitem(last=False)
         with entry.lock:
             if entry.opened is None:
-                entry.opened = self._reader.open(block)
+                entry.opened = self._reader.open(block, rows)
         return entry.opened.read(row)
 
     def __len__(self) -> int:
@@ -194,7 +207,8 @@ class BatchLoader:
             shuffle=self._shuffle,
             num_streams=self.num_streams,
         )
-        blocks = BlocksInUse(self.reader, order.num_streams + 2 * num_threads)
+        begun = order.begun_blocks(plan.first_sample(order, skip=skip))
+        blocks = BlocksInUse(self.reader, order.num_streams + 2 * num_threads, begun)
         planned = plan.batches(order, first=first, stride=stride, skip=skip)
         if not num_threads:
             for batch in planned:

@@ -97,7 +97,7 @@ def upload(
         sizes = {info.name: info.num_bytes for info in _retry(there.list_files, pause)}
         wrong = [shard.name for shard in _all_shards(index) if sizes.get(shard.name) != shard.num_bytes]
         if wrong:
-            raise DataError(f"{there.url}/{wrong[0]} has another size than the one that was uploaded; upload it again")
+            raise DataError(f"{there.where(wrong[0])} has another size than the one that was uploaded; upload it again")
         _retry(lambda: write_index(there, index), pause)
         _retry(lambda: there.remove(MARK_NAME), pause)
 
@@ -213,11 +213,11 @@ def _fetch(there: DataFolder, here: LocalFolder, shard: ShardInfo, pause: Callab
                 num_bytes = min(CHUNK_BYTES, shard.num_bytes - start)
                 data = there.open_range(shard.name, start, num_bytes).read(0, num_bytes)
                 if len(data) < num_bytes:
-                    raise DataError(f"{there.url}/{shard.name} is truncated: it ends at byte {start + len(data)}")
+                    raise DataError(f"{there.where(shard.name)} is truncated: it ends at byte {start + len(data)}")
                 digest.update(data)
                 file.write(data)
             if digest.hexdigest() != shard.sha256:
-                raise DataError(f"{there.url}/{shard.name} has another checksum than {INDEX_NAME} says: it is damaged")
+                raise DataError(f"{there.where(shard.name)} has another checksum than {INDEX_NAME} says: it is damaged")
 
     _retry(fetch, pause)
 

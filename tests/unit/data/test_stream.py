@@ -18,13 +18,15 @@ from pyarrow import parquet
 from ronde.comm.world import World
 from ronde.data import Stream, open_dataset
 from ronde.data.order import NUM_STREAMS
-from ronde.data.shards import BlockReader
+from ronde.data.shards import BlockReader, DataIndex, merge_ranges
 from ronde.data.stream import BatchLoader, StepPlan, collate_samples
 from ronde.data.tables import ParquetReader
 from ronde.errors import DataError
 from ronde.training.sample_sharding import SamplePosition
 from tests.conformance.ranks import run_threads
 from tests.unit.data.made_data import CountingFolder, counting_reader, write_shards
+
+NUM_USED = 330
 
 
 def make_loader(reader: BlockReader, *, num_streams: int = NUM_STREAMS, num_threads: int = 0) -> BatchLoader:
@@ -50,6 +52,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_shards(folder, [400, 0, 37, 263, 500], num_bytes=300)
     return folder
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DataIndex]:
+    """1200 samples of 5 KB in 120 blocks."""
+    folder = tmp_path_factory.mktemp("large")
+    return folder, write_shards(folder, [1200], block_samples=10, num_bytes=5000)
 
 
 # --- what is read --------------------------------------------------------------------------------------------------
@@ -87,18 +96,53 @@ def test_row_groups_of_parquet_are_read_once_and_footers_once_by_each_rank(tmp_p
 
 
 @pytest.mark.parametrize("is_far", [False, True], ids=["local", "far"])
-def test_resuming_in_the_middle_reads_at_most_one_block_of_each_stream_twice(data: Path, is_far: bool) -> None:
-    index = write_shards(data / "again", [1200], num_bytes=300)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_who_goes_on_in_the_middle_reads_less_than_one_block_of_used_samples(
+    large: tuple[Path, DataIndex], size: int, is_far: bool
+) -> None:
+    path, index = large
     block_bytes = max(size for shard in index.splits["train"] for _, size, _ in shard.blocks)
-    total = sum(shard.num_bytes for shard in index.splits["train"])
-    reader, folder = counting_reader(data / "again", index, is_far=is_far)
-    first = make_loader(reader).load(make_plan(0, (1,), global_batch=6))
-    used = [number for _ in range(99) for number in next(first)[1]]
-    rest = make_loader(reader).load(make_plan(0, (1,), consumed=len(used), global_batch=6))
-    used += [number for _, batch in rest for number in batch]
+    used: list[int] = []
+    for _, batch in make_loader(counting_reader(path, index)[0]).load(make_plan(0, (1,), global_batch=15)):
+        used += batch
+        if len(used) == NUM_USED:
+            break
+    num_read = num_ranges = 0
+    for member in range(size):
+        reader, folder = counting_reader(path, index, is_far=is_far)
+        plan = make_plan(member, (1000,) * size, consumed=NUM_USED, global_batch=30)
+        for counts, batch in make_loader(reader).load(plan):
+            used += batch if counts[member] else []
+        num_read += folder.num_bytes
+        num_ranges += folder.num_ranges
     assert sorted(used) == list(range(1200))
-    twice = folder.num_bytes - total
-    assert twice <= (NUM_STREAMS * block_bytes if is_far else NUM_STREAMS * 100)  # locally only headers
+    twice = num_read - (1200 - NUM_USED) * 5000  # with headers, and what a sample has besides its bytes
+    assert twice < block_bytes
+    assert num_ranges <= 60 + 60 * 6  # a header and five samples of each begun block
+
+
+def test_a_begun_block_of_small_samples_is_fetched_as_one(tmp_path: Path) -> None:
+    index = write_shards(tmp_path, [60_000], block_samples=1000, num_bytes=4)
+    reader, folder = counting_reader(tmp_path, index, is_far=True)
+    batches = make_loader(reader).load(make_plan(0, (1,), consumed=30_000, global_batch=600))
+    for _ in range(3):
+        next(batches)
+    assert folder.num_ranges == 2 * 60  # the header of each, and all that is left
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=40), st.integers(0, 200))
+@settings(deadline=None)
+def test_ranges_are_merged_within_what_may_be_fetched_in_vain(pairs: list[tuple[int, int]], gap_bytes: int) -> None:
+    edges = np.cumsum(np.array(pairs).ravel())
+    starts, ends = edges[::2], edges[1::2]
+    merged = merge_ranges(starts, ends, gap_bytes)
+    held = [set(range(start, start + length)) for start, length in merged]
+    assert sum(len(each) for each in held) == len(set().union(*held))
+    wanted = {byte for start, end in zip(starts.tolist(), ends.tolist(), strict=True) for byte in range(start, end)}
+    assert wanted <= set().union(*held)
+    assert len(set().union(*held) - wanted) <= gap_bytes
+    gaps = sorted(start - end for start, end in zip(starts[1:].tolist(), ends[:-1].tolist(), strict=True))
+    assert len(merged) == 1 or sum(gaps[: len(gaps) - len(merged) + 2]) > gap_bytes  # no fewer would do
 
 
 def test_memory_is_bounded_by_the_blocks_in_use_and_not_by_the_data(tmp_path: Path) -> None:

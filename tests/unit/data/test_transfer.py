@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import boto3
 import pytest
+import s3fs
 from moto.server import ThreadedMotoServer
 
 from ronde.data import Stream, open_dataset
@@ -114,6 +116,44 @@ def test_a_stream_reads_from_an_object_store_through_a_cache(
     s3.delete_object(Bucket="data", Key="stream/train-00000.shard")
     with pytest.raises(AssertionError, match=r"cannot read s3://data/stream/train-00000.shard"):
         one(lambda group: list(Stream("s3://data/stream", global_batch=10, group=group)))
+
+
+def test_who_goes_on_in_the_middle_fetches_less_than_one_block_of_used_samples(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = write_shards(tmp_path / "made", [720], block_samples=12, num_bytes=3000)
+    one(lambda group: upload(str(tmp_path / "made"), "s3://data/middle", group=group))
+    fetched: list[int] = []
+    fetch = s3fs.S3FileSystem._cat_file
+
+    async def count(fs: Any, path: str, **options: Any) -> Any:
+        data = await fetch(fs, path, **options)
+        fetched.append(len(data) if path.endswith(".shard") else 0)
+        return data
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", count)
+
+    def read(group: Any) -> int:
+        stream = Stream("s3://data/middle", global_batch=60, group=group)
+        stream.load_state_dict({**stream.state_dict(), "consumed": 300})
+        return sum(len(batch["number"]) for batch in stream)
+
+    assert one(read) == 420
+    block_bytes = max(size for shard in index.splits["train"] for _, size, _ in shard.blocks)
+    assert 420 * 3000 < sum(fetched) < 420 * 3000 + block_bytes
+
+
+def test_an_error_names_a_file_that_was_given_by_itself_once(s3: Any) -> None:
+    s3.put_object(Bucket="data", Key="alone.csv", Body=b'a,b\n1,"2\n')
+    with pytest.raises(DataError, match=r"^s3://data/alone.csv ends at byte 9 inside of quotes"):
+        open_dataset("s3://data/alone.csv")
+    s3.put_object(Bucket="data", Key="alone.csv", Body=b"a,b\n1,2\n3\n")
+    with pytest.raises(DataError, match=r"^s3://data/alone.csv: row 2 behind byte 4 has 1 values"):
+        read_all(pickle.loads(pickle.dumps(open_dataset("s3://data/alone.csv"))))
+    reader = open_dataset("s3://data/alone.csv")
+    s3.delete_object(Bucket="data", Key="alone.csv")
+    with pytest.raises(DataError, match=r"^cannot read s3://data/alone.csv: FileNotFoundError"):
+        reader.open(0)
 
 
 def test_a_changed_shard_is_sent_again_and_a_former_index_is_not_left(
