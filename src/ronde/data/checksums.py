@@ -101,7 +101,8 @@ def _find_crc32() -> Callable[..., int]:
         from isal import isal_zlib
     except ImportError:
         return zlib.crc32
-    return isal_zlib.crc32
+    fast: Callable[..., int] = isal_zlib.crc32
+    return fast
 
 
 def _find_crc32c() -> Callable[[bytes], int]:
@@ -111,7 +112,8 @@ def _find_crc32c() -> Callable[[bytes], int]:
             import google_crc32c
     except ImportError:
         return crc32c_by_numpy
-    return google_crc32c.value if google_crc32c.implementation == "c" else crc32c_by_numpy
+    fast: Callable[[bytes], int] = google_crc32c.value
+    return fast if google_crc32c.implementation == "c" else crc32c_by_numpy
 
 
 crc32 = _find_crc32()

@@ -98,22 +98,22 @@ class CsvReader(FileReader):
         if header is None:
             header = self._headers[name] = self._read_header(name)
         data = source.read(0, source.num_bytes)
-        rows: list[Sample | DataError] = []
+        parsed: list[Sample | DataError] = []
         for row in _parse_rows(data, where, start):
             if isinstance(row, DataError):
-                rows.append(row)
+                parsed.append(row)
             elif len(row) != len(header):
-                rows.append(
+                parsed.append(
                     DataError(
-                        f"{where}: row {len(rows) + 1} behind byte {start} has {len(row)} values, but there are "
+                        f"{where}: row {len(parsed) + 1} behind byte {start} has {len(row)} values, but there are "
                         f"{len(header)} columns"
                     )
                 )
             else:
-                rows.append({KEY: f"{name}:{start}+{len(rows)}", **dict(zip(header, row, strict=True))})
-        if len(rows) != num_samples:
-            raise DataError(f"{where} has changed or is truncated: the block at byte {start} has {len(rows)} rows")
-        return RowBlock(rows)
+                parsed.append({KEY: f"{name}:{start}+{len(parsed)}", **dict(zip(header, row, strict=True))})
+        if len(parsed) != num_samples:
+            raise DataError(f"{where} has changed or is truncated: the block at byte {start} has {len(parsed)} rows")
+        return RowBlock(parsed)
 
     def _read_header(self, name: str) -> list[str]:
         info = next(info for info in self.folder.list_files() if info.name == name)
@@ -220,15 +220,15 @@ class ParquetReader(FileReader):
             while len(self._footers) > MAX_FOOTERS:
                 self._footers.popitem(last=False)
             try:
-                rows = file.read_row_group(number, use_threads=False).to_pylist()
+                found = file.read_row_group(number, use_threads=False).to_pylist()
             except (pa.ArrowException, OSError, IndexError) as error:
                 begin = file.metadata.row_group(number).column(0).file_offset if file.metadata.num_row_groups else 0
                 raise DataError(
                     f"{self.folder.where(name)} is damaged: row group {number}, near byte {begin}: {error}"
                 ) from None
-        if len(rows) != table.lengths[block]:
-            raise DataError(f"{self.folder.where(name)} has changed: row group {number} has {len(rows)} rows")
-        return RowBlock([{KEY: f"{name}:{number}+{row}", **values} for row, values in enumerate(rows)])
+        if len(found) != table.lengths[block]:
+            raise DataError(f"{self.folder.where(name)} has changed: row group {number} has {len(found)} rows")
+        return RowBlock([{KEY: f"{name}:{number}+{row}", **values} for row, values in enumerate(found)])
 
 
 # --- image folders -------------------------------------------------------------------------------------------------
