@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -37,8 +38,13 @@ LOCK_POLL_S = 0.05
 CRC_BYTES = 4
 """At the end of a file in the cache: the CRC-32 of all before."""
 CRC_CHUNK_BYTES = 1 << 20
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ROOM_SHARE = 0.9
 """A full cache is emptied to this share of its limit, so that it is searched for old files only now and then."""
+
+
+class DiskFull(DataError):
+    """There is no room left for a file of this machine: trying again is of no use."""
 
 
 def safe_name(name: str) -> str:
@@ -315,9 +321,10 @@ def wait_for_lock(descriptor: int, timeout_s: float) -> bool:
 @contextlib.contextmanager
 def write_aside(path: Path, *, sync: bool = True) -> Iterator[io.BufferedWriter]:
     """A context with a file that appears under its path, flushed to disk if `sync`, when the context ends without an
-    error."""
-    descriptor, aside = tempfile.mkstemp(prefix=f"{UNFINISHED_PREFIX}{path.name}.", dir=path.parent)
+    error. DiskFull if there is no room for it."""
+    aside = ""
     try:
+        descriptor, aside = tempfile.mkstemp(prefix=f"{UNFINISHED_PREFIX}{path.name}.", dir=path.parent)
         with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor
             with contextlib.suppress(OSError):  # not all file systems have locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see remove_unfinished()
@@ -327,9 +334,14 @@ def write_aside(path: Path, *, sync: bool = True) -> Iterator[io.BufferedWriter]
             if sync:
                 os.fsync(file.fileno())
             os.replace(aside, path)  # noqa: PTH105  # a text
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(aside)  # noqa: PTH108
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            raise DiskFull(
+                f"there is no room for {path.name} in {path.parent.absolute()}: {error.strerror}; make room there "
+                "(df -h, df -i), and run the same command again"
+            ) from error
         raise
 
 
@@ -483,7 +495,7 @@ class CachedFolder:
                     file.write(data)
                     file.write(crc32(data).to_bytes(CRC_BYTES, "little"))
                 self._make_room(len(data) + CRC_BYTES)
-            except OSError as error:
+            except (OSError, DiskFull) as error:
                 self._warn(error)
                 return fetched
         return self._find(path) or fetched
@@ -509,11 +521,13 @@ class CachedFolder:
             path.unlink()
         return None
 
-    def _warn(self, error: OSError) -> None:
+    def _warn(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            text = error.strerror or str(error)
-            logger.warning("the cache %s cannot be written to: %s; data are fetched each time", self._directory, text)
+            text = str((isinstance(error, OSError) and error.strerror) or error)
+            logger.warning(
+                "the cache %s cannot be written to (%s): what does not fit is fetched each time", self._directory, text
+            )
 
     @contextlib.contextmanager
     def _lock(self, part: str) -> Iterator[io.BufferedRandom]:

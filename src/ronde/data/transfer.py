@@ -22,7 +22,7 @@ import msgspec
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
-from ronde.data.files import DataFolder, LocalFolder, open_folder, write_aside
+from ronde.data.files import DataFolder, DiskFull, LocalFolder, open_folder, write_aside
 from ronde.data.shards import INDEX_NAME, DataIndex, ShardInfo, read_index, write_index
 from ronde.errors import DataError
 from ronde.text import format_bytes
@@ -297,10 +297,12 @@ def _hash_file(folder: DataFolder, name: str, num_bytes: int) -> tuple[int, str]
 
 
 def _retry(carry_out: Callable[[], Result], pause: Callable[[float], object]) -> Result:
-    """Call it until it succeeds, at most NUM_TRIES times; then raise its error."""
+    """Call it until it succeeds, at most NUM_TRIES times, and once if the disk is full; then raise its error."""
     for number in range(NUM_TRIES - 1):
         try:
             return carry_out()
+        except DiskFull:
+            raise
         except (DataError, OSError) as error:
             logger.warning("try %d of %d failed: %s", number + 1, NUM_TRIES, error)
             pause(FIRST_PAUSE_S * 2**number)
