@@ -21,7 +21,7 @@ from ronde.data.order import NUM_STREAMS
 from ronde.data.shards import BlockReader, DataIndex, merge_ranges
 from ronde.data.stream import BatchLoader, StepPlan, collate_samples
 from ronde.data.tables import ParquetReader
-from ronde.errors import DataError
+from ronde.errors import DataError, Mismatch
 from ronde.training.sample_sharding import SamplePosition
 from tests.conformance.ranks import run_threads
 from tests.unit.data.made_data import CountingFolder, counting_reader, write_shards
@@ -287,6 +287,27 @@ def test_a_rank_without_data_of_its_own_is_named_on_all(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert len(set(run_threads(2, body))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 1}, "rank 0 gave seed=0; rank 1 gave seed=1"),
+        ({"global_batch": 6}, "rank 0 gave global_batch=4; rank 1 gave global_batch=6"),
+        ({"share": 2.0}, "rank 0 gave share=None; rank 1 gave share='a number'"),
+        ({"path": "elsewhere"}, "rank 1 gave path='elsewhere'; if each machine has data of its own, give local=True"),
+        ({"path": "elsewhere", "local": True}, "rank 0 gave local=False; rank 1 gave local=True"),
+    ],
+    ids=["seed", "batch", "share", "path", "local"],
+)
+def test_other_settings_on_a_rank_are_an_error_on_all(data: Path, options: dict[str, Any], message: str) -> None:
+    def body(world: World) -> None:
+        given = {"path": data, "global_batch": 4, **(options if world.group.rank else {})}
+        with pytest.raises(Mismatch) as caught:
+            Stream(**given, group=world.group)
+        assert message in str(caught.value)
+
+    run_threads(2, body)
 
 
 def test_data_that_cannot_be_read_are_an_error_on_every_rank(tmp_path: Path) -> None:
