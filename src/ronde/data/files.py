@@ -55,12 +55,12 @@ def safe_name(name: str) -> str:
         not name
         or len(name) > MAX_NAME_CHARS
         or any(part in ("", ".", "..") for part in parts)
-        or any(char in "\\:\0" or not char.isprintable() for char in name)
+        or any(char == "\\" or not char.isprintable() for char in name)
     )
     if bad:
         raise DataError(
             f"the name {shorten(name)!r} is refused: a file of a data set is named by a relative path without `..`, "
-            "backslashes, colons and control characters"
+            "backslashes and control characters"
         )
     return name
 
@@ -324,7 +324,8 @@ def write_aside(path: Path, *, sync: bool = True) -> Iterator[io.BufferedWriter]
     error. DiskFull if there is no room for it."""
     aside = ""
     try:
-        descriptor, aside = tempfile.mkstemp(prefix=f"{UNFINISHED_PREFIX}{path.name}.", dir=path.parent)
+        # A name has at most 255 bytes, and a character up to four.
+        descriptor, aside = tempfile.mkstemp(prefix=f"{UNFINISHED_PREFIX}{path.name[:40]}.", dir=path.parent)
         with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor
             with contextlib.suppress(OSError):  # not all file systems have locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see remove_unfinished()

@@ -292,6 +292,13 @@ def open_input(options: PrepareOptions) -> PrepareInput:
     return PrepareInput(reader, "", parts, fingerprint[:16])
 
 
+def _refuse_output_in_input(options: PrepareOptions) -> None:
+    """The shards would be a part of the input next time, and with `force` the input would be removed."""
+    folder, output = Path(options.input.removeprefix("file://")), Path(options.output).resolve()
+    if folder.is_dir() and output.is_relative_to(folder.resolve()):
+        raise ValueError(f"the output {options.output} is in the input {options.input}: give a folder elsewhere")
+
+
 def _open_prepared(options: PrepareOptions) -> BlockReader | None:
     """All splits of an input that was prepared before, to be split anew; None if it was not."""
     folder = open_folder(options.input)
@@ -322,6 +329,7 @@ class Preparation:
                 f"{options.output}: prepare into a folder of this machine or one that all hosts share, and then "
                 "`ronde data upload` it"
             )
+        _refuse_output_in_input(options)
         self._shares = parse_split(options.split)
         self._transform = load_function(options.transform) if options.transform else None
         if self._transform is None and options.transform_options:

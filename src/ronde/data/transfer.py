@@ -78,6 +78,7 @@ def upload(
     here, there = open_folder(source), open_folder(target)
     if not isinstance(here, LocalFolder):
         raise ValueError(f"{source} is not of this machine: download it first")
+    _refuse_same(here, there)
     index = read_index(here)
     mark = UploadMark(hashlib.sha256(msgspec.json.encode(index)).hexdigest())
     kept: dict[str, int] = objects.call_on_first(lambda: _begin_upload(there, index, mark, pause), group=members)
@@ -152,6 +153,7 @@ def download(
     there, here = open_folder(source), open_folder(target)
     if not isinstance(here, LocalFolder):
         raise ValueError(f"{target} is not of this machine: download() copies to a local folder")
+    _refuse_same(there, here)
     index: DataIndex = objects.call_on_first(lambda: read_index(there), group=members)
     unknown = [split for split in splits if split not in index.splits]
     if unknown:
@@ -260,6 +262,13 @@ def verify(
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_same(source: DataFolder, target: DataFolder) -> None:
+    """Each removes the index of its target before it begins."""
+    if isinstance(source, LocalFolder) and isinstance(target, LocalFolder):
+        if source.root.resolve() == target.root.resolve():
+            raise ValueError(f"{source.url} is both the source and the target; give another folder")
 
 
 def _all_shards(index: DataIndex) -> list[ShardInfo]:

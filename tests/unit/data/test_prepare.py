@@ -204,6 +204,16 @@ def test_prepared_data_are_split_anew_as_a_whole(photos: Path, tmp_path: Path) -
     assert sorted(names) == sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.png"))
 
 
+def test_an_input_is_not_prepared_into_itself(photos: Path, tmp_path: Path) -> None:
+    run_one(input=str(photos), output=str(tmp_path / "out"))
+    before = contents(tmp_path / "out")
+    for output in ("out", "out/again"):
+        for source in (str(tmp_path / "out"), f"file://{tmp_path}/out"):
+            with pytest.raises(AssertionError, match="is in the input"):
+                run_one(input=source, output=str(tmp_path / output), split="a=0.5,b=0.5", force=True)
+    assert contents(tmp_path / "out") == before
+
+
 def test_two_runs_do_not_prepare_the_same_folder_at_a_time(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

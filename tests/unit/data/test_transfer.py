@@ -221,6 +221,14 @@ def test_an_index_with_a_name_outside_of_its_folder_writes_nothing(
     assert not list(tmp_path.rglob("evil*"))
 
 
+@pytest.mark.parametrize("transfer", [upload, download])
+def test_data_are_not_transferred_onto_themselves(made: tuple[Path, DataIndex], tmp_path: Path, transfer: Any) -> None:
+    (tmp_path / "link").symlink_to(made[0])
+    with pytest.raises(AssertionError, match="is both the source and the target"):
+        one(lambda group: transfer(str(made[0]), str(tmp_path / "link"), group=group))
+    assert read_index(LocalFolder(made[0])) == made[1]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_share_a_transfer(made: tuple[Path, DataIndex], tmp_path: Path, size: int) -> None:
     results = run_threads(size, lambda world: download(str(made[0]), str(tmp_path / "got"), group=world.group))
