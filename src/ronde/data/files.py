@@ -34,7 +34,9 @@ UNFINISHED_PREFIX = ".unfinished-"
 """How the name of a file begins that is still being written."""
 MAX_OPEN_FILES = 128
 MAX_NAME_CHARS = 1024
-LOCK_POLL_S = 0.05
+FIRST_LOCK_POLL_S, LAST_LOCK_POLL_S = 0.001, 0.05
+CACHE_LOCK_S = 60.0
+"""How long a process waits for another one that fetches into the cache, and may be stopped. Then it fetches itself."""
 CRC_BYTES = 4
 """At the end of a file in the cache: the CRC-32 of all before."""
 CRC_CHUNK_BYTES = 1 << 20
@@ -144,6 +146,8 @@ class PartialRange:
 
     def read(self, start: int, num_bytes: int) -> bytes:
         num_bytes = max(0, min(num_bytes, self.num_bytes - start))
+        if not num_bytes:
+            return b""
         index = bisect.bisect_right(self._parts, start, key=_offset_of) - 1
         if index >= 0:
             offset, data = self._parts[index]
@@ -307,7 +311,7 @@ def _local_info(name: str, state: os.stat_result) -> FileInfo:
 def wait_for_lock(descriptor: int, timeout_s: float) -> bool:
     """Take an exclusive lock on an open file or folder, and return whether that was possible in so many seconds. The
     kernel releases it when the file is closed, also if the process is killed."""
-    deadline = Deadline(timeout_s)
+    deadline, poll_s = Deadline(timeout_s), FIRST_LOCK_POLL_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -315,7 +319,8 @@ def wait_for_lock(descriptor: int, timeout_s: float) -> bool:
         except BlockingIOError:
             if deadline.expired:
                 return False
-            time.sleep(LOCK_POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, LAST_LOCK_POLL_S)
 
 
 @contextlib.contextmanager
@@ -535,7 +540,10 @@ class CachedFolder:
         self._directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._directory / f".lock-{part}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with open(descriptor, "r+b") as file:  # noqa: PTH123  # a descriptor
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also if the process is killed
+            if not wait_for_lock(file.fileno(), CACHE_LOCK_S):
+                raise TimeoutError(
+                    errno.ETIMEDOUT, f"another process has locked {self._directory} for {CACHE_LOCK_S:g} s"
+                )
             yield file
 
     def _make_room(self, num_new_bytes: int) -> None:

@@ -221,6 +221,11 @@ def _head_bytes(num_samples: int) -> int:
     return _BLOCK_HEAD.size + 8 * num_samples + 4
 
 
+def _end_of(data: bytes, start: int) -> str:
+    """Where a file ends of which these bytes were read, and no more, from an offset on."""
+    return f"at byte {start + len(data)}" if data else f"before byte {start + 1}"
+
+
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +253,7 @@ class ShardBlock:
         num_head = _head_bytes(num_samples)
         head = source.read(0, num_head)
         if len(head) < num_head:
-            raise DataError(f"{where} is truncated: it ends at byte {start + len(head)}, inside of a block's header")
+            raise DataError(f"{where} is truncated: it ends {_end_of(head, start)}, inside of a block's header")
         magic, num_found, payload_bytes = _BLOCK_HEAD.unpack_from(head)
         (crc,) = struct.unpack_from("<I", head, num_head - 4)
         if magic != BLOCK_MAGIC or num_found != num_samples or crc != crc32(head[:-4]):
@@ -279,7 +284,7 @@ class ShardBlock:
         first = int(self._ends[row]) - length
         data = self._source.read(first, length)
         if len(data) < length:
-            raise DataError(f"{self._where} is truncated: it ends at byte {self._start + first + len(data)}")
+            raise DataError(f"{self._where} is truncated: it ends {_end_of(data, self._start + first)}")
         if crc32(data) != self._crcs[row]:
             raise DataError(f"{self._where} is damaged: the sample at byte {self._start + first} has another checksum")
         return data

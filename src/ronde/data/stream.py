@@ -268,7 +268,8 @@ class Stream(DataPosition):
     Without either, a step is one sample for each rank, and the loop gives samples instead of batches. The order depends
     on the seed and the epoch only; state_dict() and ronde.elastic.State keep the position, which is good for any number
     of ranks. `share` is the weight of this rank: one with twice the share gets twice the samples; give it on all ranks
-    or on none. Gradients of DistributedOptimizer are weighted by the samples of each rank.
+    or on none. Gradients of DistributedOptimizer are weighted by the samples of each rank. Everything else that decides
+    about samples has to be the same on all ranks, and load_state_dict() is for all of them.
 
     With `local=True` the path is that of data that only this machine has; its ranks share them. All ranks come to the
     end of the epoch together, those with more samples with larger batches.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -169,6 +171,26 @@ def test_data_are_read_without_the_cache_when_its_disk_is_full(
     for start in (0, 10, 20):
         assert folder.open_range("x", start, 10).read(0, 10) == bytes(range(start, start + 10))
     assert caplog.text.count("No space left on device") == 1
+
+
+def test_data_are_read_without_the_cache_while_a_stopped_process_has_it_locked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/x").write_bytes(bytes(range(100)))
+    far = CountingFolder(tmp_path / "data", is_far=True)
+    folder = CachedFolder(far, tmp_path / "cache", 1000)
+    folder.open_range("x", 0, 10)
+    monkeypatch.setattr(files, "CACHE_LOCK_S", 0.01)
+    with contextlib.ExitStack() as locked:
+        for path in (tmp_path / "cache").glob(".lock-*"):
+            file = locked.enter_context(path.open())
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for _ in range(2):
+            assert folder.open_range("x", 0, 10).read(0, 10) == bytes(range(10))
+            assert folder.open_range("x", 50, 10).read(0, 10) == bytes(range(50, 60))
+        assert caplog.text.count("another process has locked") == 1
+    assert folder.open_range("x", 70, 10).read(0, 10) == bytes(range(70, 80))
 
 
 def test_folders_behind_links_belong_to_the_data_and_circles_are_refused(tmp_path: Path) -> None:
