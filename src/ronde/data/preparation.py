@@ -52,6 +52,7 @@ from ronde.data.shards import (
 )
 from ronde.errors import DataError
 from ronde.text import format_bytes, shorten
+from ronde.training.agreement import check_settings
 
 RULES = ("hash", "class", "size")
 CLASS_FIELDS = ("class", "label", "cls", "label_name")
@@ -344,6 +345,9 @@ class Preparation:
         self._rank = group.rank
 
     def run(self) -> PrepareResult:
+        same = {**msgspec.to_builtins(self._options), "source of the transform": self._transform_source()}
+        del same["threads"]
+        check_settings(self._group, "prepare()", same)
         source = objects.call_on_first(lambda: open_input(self._options), group=self._group)
         with contextlib.ExitStack() as opened:
             objects.call_on_first(lambda: opened.enter_context(self._lock()), group=self._group)
@@ -389,8 +393,11 @@ class Preparation:
         options = msgspec.to_builtins(self._options)
         left_out = ("output", "threads", "force", "split")
         facts = {name: value for name, value in options.items() if name not in left_out}
-        transform = hash_source(self._options.transform) if self._options.transform else ""
-        return {**facts, "split": self._shares, "input_fingerprint": source.fingerprint, "transform_source": transform}
+        source_facts = {"input_fingerprint": source.fingerprint, "transform_source": self._transform_source()}
+        return {**facts, "split": self._shares, **source_facts}
+
+    def _transform_source(self) -> str:
+        return hash_source(self._options.transform) if self._options.transform else ""
 
     def _find_complete(self, facts: dict[str, Any]) -> DataIndex | None:
         if not (self._output / INDEX_NAME).exists():

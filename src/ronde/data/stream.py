@@ -31,8 +31,8 @@ from ronde.data.files import LocalFolder
 from ronde.data.order import NUM_STREAMS, EpochOrder, assign_streams, choose_part, local_range
 from ronde.data.samples import Sample
 from ronde.data.shards import BlockReader, OpenBlock
-from ronde.errors import DataError, Mismatch
-from ronde.text import format_rank_answers
+from ronde.errors import DataError
+from ronde.training.agreement import check_settings
 from ronde.training.data_position import DataPosition
 from ronde.training.global_batches import EQUAL_SHARE
 from ronde.training.gradients.steps import inner_sample_counts, set_sample_counts
@@ -311,12 +311,15 @@ class Stream(DataPosition):
         if num_streams < 1 or num_threads < 0:
             raise ValueError(f"num_streams must be at least 1 and num_threads 0, got {num_streams} and {num_threads}")
         members = resolve_group(group)
-        settings = {"local": local, "seed": seed, "shuffle": bool(shuffle), "ends": ends, "num_streams": num_streams}
-        settings |= {"global_batch": global_batch or (per_rank_batch or 1) * members.size}
-        settings |= {"share": None if share is None else "a number"}
+        # The first rank opens the data for all, and each of them plans its own steps: with other settings samples would
+        # be left out and repeated.
+        same = {"local": local, "seed": seed, "shuffle": bool(shuffle), "ends": ends, "num_streams": num_streams}
+        same |= {"global_batch": global_batch or (per_rank_batch or 1) * members.size}
+        same |= {"share": None if share is None else "a number"}
         if not local:
-            settings |= {"path": os.fspath(path), "split": split, "format": format, "decode": decode, "trust": trust}
-        _check_settings(settings, members)
+            same |= {"path": os.fspath(path), "split": split, "format": format, "decode": decode, "trust": trust}
+        hints = {"path": "; if each machine has data of its own, give local=True"}
+        check_settings(members, "a Stream", same, hints=hints)
 
         def open_reader() -> BlockReader:
             return open_dataset(
@@ -447,17 +450,6 @@ class Stream(DataPosition):
 def _only_one(samples: list[Any]) -> Any:
     (sample,) = samples
     return sample
-
-
-def _check_settings(settings: dict[str, Any], members: Group) -> None:
-    """Mismatch, the same on all ranks, if they have other settings. The first rank opens the data for all, and each of
-    them plans its own steps: samples would be left out and repeated. Collective."""
-    told: list[dict[str, Any]] = objects.allgather(settings, group=members)
-    for name in told[0]:
-        answers = {rank: f"{name}={each.get(name)!r}" for rank, each in zip(members.ranks, told, strict=True)}
-        if len(set(answers.values())) > 1:
-            hint = "; if each machine has data of its own, give local=True" if name == "path" else ""
-            raise Mismatch(f"a Stream needs the same settings on all ranks: {format_rank_answers(answers)}{hint}")
 
 
 def _open_own(open_reader: Callable[[], BlockReader], members: Group) -> BlockReader:

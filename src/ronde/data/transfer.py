@@ -26,6 +26,7 @@ from ronde.data.files import DataFolder, DiskFull, LocalFolder, open_folder, wri
 from ronde.data.shards import INDEX_NAME, DataIndex, ShardInfo, read_index, write_index
 from ronde.errors import DataError
 from ronde.text import format_bytes
+from ronde.training.agreement import check_settings
 
 logger = logging.getLogger("ronde.data")
 
@@ -75,6 +76,7 @@ def upload(
     """Copy prepared data of this machine to a URL or another folder. Collective: ranks, which all see the source, share
     the files."""
     members = resolve_group(group)
+    check_settings(members, "upload()", {"source": source, "target": target})
     here, there = open_folder(source), open_folder(target)
     if not isinstance(here, LocalFolder):
         raise ValueError(f"{source} is not of this machine: download it first")
@@ -150,6 +152,7 @@ def download(
     """Copy prepared data to a folder of this machine. Collective. On several hosts each gets its share of the shards;
     with `whole`, each gets all of them. `splits` are those to copy, by default all."""
     members = resolve_group(group)
+    check_settings(members, "download()", {"source": source, "splits": list(splits), "whole": whole})
     there, here = open_folder(source), open_folder(target)
     if not isinstance(here, LocalFolder):
         raise ValueError(f"{target} is not of this machine: download() copies to a local folder")

@@ -20,7 +20,7 @@ from ronde.data import Stream, open_dataset
 from ronde.data.files import LocalFolder
 from ronde.data.shards import INDEX_NAME, DataIndex, read_index
 from ronde.data.transfer import MARK_NAME, download, take_share, upload, verify
-from ronde.errors import DataError
+from ronde.errors import DataError, Mismatch
 from tests.commands import PROGRAMS, run_command
 from tests.conformance.ranks import run_threads
 from tests.limits import PATIENCE_S
@@ -235,6 +235,14 @@ def test_ranks_share_a_transfer(made: tuple[Path, DataIndex], tmp_path: Path, si
     assert sum(result.num_transferred for result in results) == 6
     assert max(result.num_transferred for result in results) < 6
     assert contents(tmp_path / "got") == contents(made[0])
+
+
+def test_other_splits_on_a_rank_are_an_error_on_all(made: tuple[Path, DataIndex], tmp_path: Path) -> None:
+    def body(world: Any) -> None:
+        with pytest.raises(Mismatch, match=r"rank 0 gave splits=\[\]; rank 1 gave splits=\['train'\]"):
+            download(str(made[0]), str(tmp_path / "got"), splits=["train"] * world.group.rank, group=world.group)
+
+    run_threads(2, body)
 
 
 def test_hosts_get_shares_of_about_equal_size_and_together_everything(made: tuple[Path, DataIndex]) -> None:
