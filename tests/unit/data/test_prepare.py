@@ -217,9 +217,8 @@ def test_an_input_is_not_prepared_into_itself(photos: Path, tmp_path: Path) -> N
 
 def test_other_options_on_a_rank_are_an_error_on_all(photos: Path, tmp_path: Path) -> None:
     def body(world: World) -> None:
-        options = PrepareOptions(
-            input=str(photos), output=str(tmp_path / "out"), by=("hash", "class")[world.group.rank]
-        )
+        rule = "class" if world.group.rank else "hash"
+        options = PrepareOptions(input=str(photos), output=str(tmp_path / "out"), by=rule)
         with pytest.raises(Mismatch, match="rank 0 gave by='hash'; rank 1 gave by='class'"):
             prepare(options, group=world.group)
 
