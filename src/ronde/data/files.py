@@ -369,8 +369,16 @@ class RemoteFolder:
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"{self.url} needs fsspec: pip install ronde[data]") from error
         with self._as_data_error("open"):
-            self._fs, folder = url_to_fs(self.url)
+            self._connection, folder = url_to_fs(self.url)
+        self._pid = os.getpid()
         self._root = folder.rstrip("/")
+
+    @property
+    def _fs(self) -> Any:
+        """The file system of fsspec; a forked process, such as a worker of a DataLoader, makes its own connections."""
+        if self._pid != os.getpid():
+            self._connect()
+        return self._connection
 
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self.url, "_only": self._only}  # another process makes its own connections

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ import s3fs
 from moto.server import ThreadedMotoServer
 
 from ronde.data import Stream, open_dataset
-from ronde.data.files import LocalFolder
+from ronde.data.files import LocalFolder, open_folder
 from ronde.data.shards import INDEX_NAME, DataIndex, read_index
 from ronde.data.transfer import MARK_NAME, download, take_share, upload, verify
 from ronde.errors import DataError, Mismatch
@@ -141,6 +142,26 @@ def test_who_goes_on_in_the_middle_fetches_less_than_one_block_of_used_samples(
     assert one(read) == 420
     block_bytes = max(size for shard in index.splits["train"] for _, size, _ in shard.blocks)
     assert 420 * 3000 < sum(fetched) < 420 * 3000 + block_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_makes_connections_of_its_own(s3: Any) -> None:
+    s3.put_object(Bucket="data", Key="forked/x", Body=b"0123456789")
+    folder = open_folder("s3://data/forked")
+    assert folder.open_range("x", 0, 3).read(0, 3) == b"012"
+    context = multiprocessing.get_context("fork")
+    answers, sender = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sender.send(folder.open_range("x", 3, 3).read(0, 3)))
+    child.start()
+    try:
+        assert answers.poll(PATIENCE_S)
+        assert answers.recv() == b"345"
+    finally:
+        child.kill()
+        child.join(PATIENCE_S)
+        child.close()
+        answers.close()
+        sender.close()
 
 
 def test_an_error_names_a_file_that_was_given_by_itself_once(s3: Any) -> None:
