@@ -127,22 +127,29 @@ class StepPlan:
 class _BlockEntry:
     """A block that is in use. Its lock is held while it is opened."""
 
-    def __init__(self, num_left: int) -> None:
+    def __init__(self, num_left: int, opened: OpenBlock | None = None) -> None:
         self.lock = threading.Lock()
-        self.opened: OpenBlock | None = None
+        self.opened = opened
         self.num_left = num_left
 
 
 class BlocksInUse:
     """The blocks of which samples were read and others are left, at most so many. Threads share it. `begun` are blocks
-    of which samples were used before, with the rows that are left."""
+    of which samples were used before, with the rows that are left; those that a former loop has opened are taken from
+    it."""
 
-    def __init__(self, reader: BlockReader, capacity: int, begun: Mapping[int, Array]) -> None:
+    def __init__(
+        self, reader: BlockReader, capacity: int, begun: Mapping[int, Array], former: BlocksInUse | None = None
+    ) -> None:
         self._reader = reader
         self._capacity = capacity
         self._begun = begun
         self._entries: OrderedDict[int, _BlockEntry] = OrderedDict()
         self._lock = threading.Lock()
+        for block, rows in begun.items() if former is not None else ():
+            entry = former._entries.get(block)
+            if entry is not None and entry.opened is not None:
+                self._entries[block] = _BlockEntry(len(rows), entry.opened)
 
     def read(self, block: int, row: int) -> Sample:
         rows = self._begun.get(block)
@@ -187,6 +194,11 @@ class BatchLoader:
         self._transform = transform
         self._collate = collate
         self._num_threads = num_threads
+        self._latest: tuple[int, int, BlocksInUse] | None = None
+        """Of the latest loop, unless it has come to its end: its epoch, where it began, and the blocks it has open."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": None}
 
     def load(
         self,
@@ -209,12 +221,12 @@ class BatchLoader:
             shuffle=self._shuffle,
             num_streams=self.num_streams,
         )
-        begun = order.begun_blocks(plan.first_sample(order, skip=skip))
-        blocks = BlocksInUse(self.reader, order.num_streams + 2 * num_threads, begun)
+        blocks = self._open_blocks(order, plan.first_sample(order, skip=skip), plan.position.epoch, num_threads)
         planned = plan.batches(order, first=first, stride=stride, skip=skip)
         if not num_threads:
             for batch in planned:
                 yield batch.counts, self._load_batch(batch, blocks, stack)
+            self._latest = None
             return
         pending: deque[tuple[tuple[int, ...], Future[Any]]] = deque()
         executor = ThreadPoolExecutor(num_threads, thread_name_prefix="ronde-data")
@@ -227,8 +239,19 @@ class BatchLoader:
             while pending:
                 counts, loaded = pending.popleft()
                 yield counts, loaded.result()
+            self._latest = None
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
+
+    def _open_blocks(self, order: EpochOrder, start: int, epoch: int, num_threads: int) -> BlocksInUse:
+        """For a loop from this position on. If one of the same epoch was left before, as when ranks change, its blocks
+        are used again: they have all rows that are left, if it did not begin later."""
+        latest, self._latest = self._latest, None
+        former = latest[2] if latest is not None and latest[0] == epoch and latest[1] <= start else None
+        capacity = order.num_streams + 2 * num_threads
+        blocks = BlocksInUse(self.reader, capacity, order.begun_blocks(start), former)
+        self._latest = epoch, start, blocks
+        return blocks
 
     def _load_batch(self, batch: PlannedBatch, blocks: BlocksInUse, stack: Callable[[list[Any]], Any]) -> Any:
         samples: list[Any] = []

@@ -121,6 +121,26 @@ def test_who_goes_on_in_the_middle_reads_less_than_one_block_of_used_samples(
     assert num_ranges <= 60 + 60 * 6  # a header and five samples of each begun block
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_loop_that_is_left_and_begun_again_in_the_process_fetches_nothing_twice(
+    large: tuple[Path, DataIndex], num_threads: int
+) -> None:
+    path, index = large
+    reader, folder = counting_reader(path, index, is_far=True)
+    loader = make_loader(reader, num_threads=num_threads)
+    used: list[int] = []
+    for stop in (330, 360, 720, 1200):
+        for _, batch in loader.load(make_plan(0, (1,), consumed=len(used), global_batch=30)):
+            used += batch
+            if len(used) == stop:
+                break
+    assert sorted(used) == list(range(1200))
+    if not num_threads:  # a thread may have read blocks to their end, ahead of the loop
+        assert folder.num_bytes == sum(size for shard in index.splits["train"] for _, size, _ in shard.blocks)
+    again = [number for _, batch in loader.load(make_plan(0, (1,), consumed=90, global_batch=30)) for number in batch]
+    assert again == used[90:]
+
+
 def test_a_begun_block_of_small_samples_is_fetched_as_one(tmp_path: Path) -> None:
     index = write_shards(tmp_path, [60_000], block_samples=1000, num_bytes=4)
     reader, folder = counting_reader(tmp_path, index, is_far=True)
