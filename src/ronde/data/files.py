@@ -538,9 +538,10 @@ class CachedFolder:
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            text = str((isinstance(error, OSError) and error.strerror) or error)
+            cause = error.__cause__ if isinstance(error, DiskFull) else error
+            text = getattr(cause, "strerror", None) or str(error)
             logger.warning(
-                "the cache %s cannot be written to (%s): what does not fit is fetched each time", self._directory, text
+                "the cache %s cannot be written to: %s; what is not in it is fetched each time", self._directory, text
             )
 
     @contextlib.contextmanager

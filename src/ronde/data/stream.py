@@ -146,10 +146,9 @@ class BlocksInUse:
         self._begun = begun
         self._entries: OrderedDict[int, _BlockEntry] = OrderedDict()
         self._lock = threading.Lock()
-        for block, rows in begun.items() if former is not None else ():
-            entry = former._entries.get(block)
-            if entry is not None and entry.opened is not None:
-                self._entries[block] = _BlockEntry(len(rows), entry.opened)
+        opened = {} if former is None else former._entries
+        for block in begun.keys() & opened.keys():
+            self._entries[block] = _BlockEntry(len(begun[block]), opened[block].opened)
 
     def read(self, block: int, row: int) -> Sample:
         rows = self._begun.get(block)
