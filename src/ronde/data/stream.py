@@ -146,9 +146,9 @@ class BlocksInUse:
         self._begun = begun
         self._entries: OrderedDict[int, _BlockEntry] = OrderedDict()
         self._lock = threading.Lock()
-        opened = {} if former is None else former._entries
-        for block in begun.keys() & opened.keys():
-            self._entries[block] = _BlockEntry(len(begun[block]), opened[block].opened)
+        for block, opened in former.list_opened() if former is not None else ():
+            if block in begun:
+                self._entries[block] = _BlockEntry(len(begun[block]), opened)
 
     def read(self, block: int, row: int) -> Sample:
         rows = self._begun.get(block)
@@ -166,8 +166,9 @@ class BlocksInUse:
                 entry.opened = self._reader.open(block, rows)
         return entry.opened.read(row)
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def list_opened(self) -> list[tuple[int, OpenBlock | None]]:
+        with self._lock:
+            return [(block, entry.opened) for block, entry in self._entries.items()]
 
 
 class BatchLoader:
