@@ -161,7 +161,7 @@ def test_a_pickled_model_is_loaded_only_if_it_is_trusted(options: ExportOptions)
     [
         ({"model_options": {"classes": 4}}, "do not fit exported_models:Net: .*size mismatch"),
         ({"model": ""}, "holds weights only: give model"),
-        ({"model": "exported_models:Nets"}, "no attribute 'Nets'"),
+        ({"model": "exported_models:Nets"}, "exported_models.py has no Nets"),
         ({"checkpoint": "nothing.pt"}, "there is no checkpoint nothing.pt"),
         ({"checkpoint": "exported_models.py"}, "is no checkpoint of PyTorch"),
         ({"example_input": {"x": "float32:1x5"}}, "does not take the example input"),

@@ -26,10 +26,10 @@ import numpy as np
 
 from ronde.comm.buffers import Array
 from ronde.data.files import UNFINISHED_PREFIX, open_folder
-from ronde.data.preparation import load_function
 from ronde.data.samples import decode_npy
 from ronde.data.shards import INDEX_NAME, read_index
 from ronde.errors import ModelError
+from ronde.launch.named_functions import load_function
 from ronde.serve.model import (
     DTYPES,
     METADATA_NAME,

@@ -7,7 +7,6 @@ import inspect
 import io
 import logging
 import pickle
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import nn
 
 from ronde.comm.buffers import Array
 from ronde.errors import ModelError
+from ronde.launch.named_functions import search_working_directory
 from ronde.serve.export.exporter import ExportOptions, name_outputs, plain_text
 from ronde.text import shorten
 
@@ -137,8 +137,7 @@ def _read(path: Path, options: ExportOptions) -> Any:
             ) from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise ModelError(f"{path} is damaged or no checkpoint of PyTorch: {shorten(str(error), 300)}") from None
-    if str(Path.cwd()) not in sys.path:  # where the classes of the model are, as for the factory
-        sys.path.insert(0, str(Path.cwd()))
+    search_working_directory()  # where the classes of the model are, as for the factory
     try:
         return torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever its objects raise
