@@ -52,6 +52,7 @@ MAX_DISCARDED_BYTES, DISCARD_S = 64_000_000, 2.0
 WRITE_STALL_S = 30.0
 """A client that reads nothing of its reply for so long is cut off."""
 BACKLOG = 2048
+CLIENT_EXTENSION = "ronde.client"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
 ENCODINGS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """What a body may be compressed with, and zlib's number for it."""
@@ -223,6 +224,21 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     if len(found) > 1:
         raise RequestError(400, f"the header {name.decode()} is there twice", close=True)
     return found[0] if found else None
+
+
+class ClientConnection:
+    """The connection of a client, for those who answer its requests, one after the other."""
+
+    def __init__(self) -> None:
+        self.on_leave: Callable[[], None] | None = None
+        """Called when the client closes the connection before it has its reply. (To wait for the message
+        `http.disconnect` would take a task for each request.)"""
+
+
+def client_of(scope: Scope) -> ClientConnection:
+    """The connection of a request."""
+    client: ClientConnection = scope["extensions"][CLIENT_EXTENSION]
+    return client
 
 
 class BodyBudget:
@@ -514,6 +530,7 @@ def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
             self._header_timer: asyncio.TimerHandle | None = None
             self._stall_timer: asyncio.TimerHandle | None = None
             self._reply_transport: _ReplyTransport
+            self._client = ClientConnection()
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
             super().connection_made(transport)
@@ -525,6 +542,8 @@ def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
                 self._start_header_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            if self._client.on_leave is not None:
+                self._client.on_leave()
             for timer in (self._header_timer, self._stall_timer, self.timeout_keep_alive_task):
                 if timer is not None:
                     timer.cancel()
@@ -550,7 +569,13 @@ def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
             if self._header_timer is not None:
                 self._header_timer.cancel()
                 self._header_timer = None
+            self.scope["extensions"] = {CLIENT_EXTENSION: self._client}
             super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            if not self.pipeline:  # uvicorn stops reading in large bodies, and would not see that the client leaves
+                self.flow.resume_reading()
 
         def on_response_complete(self) -> None:
             self._reply_transport.flush()
