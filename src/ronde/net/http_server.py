@@ -52,7 +52,8 @@ MAX_DISCARDED_BYTES, DISCARD_S = 64_000_000, 2.0
 WRITE_STALL_S = 30.0
 """A client that reads nothing of its reply for so long is cut off."""
 BACKLOG = 2048
-CLIENT_EXTENSION = "ronde.client"
+CLIENT_EXTENSION, BODY_EXTENSION = "ronde.client", "ronde.has_body"
+"""Of the scope of a request: its ClientConnection, and whether all of its body has come."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
 ENCODINGS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """What a body may be compressed with, and zlib's number for it."""
@@ -334,25 +335,30 @@ class RequestBody:
         self._num_taken += num_bytes
 
     async def _receive_all(self, length: int | None) -> bytes:
+        if self._scope["extensions"].get(BODY_EXTENSION):  # most are here before anybody asks, and need no timer
+            return await self._receive_parts(length)
         timeout_s = self._options.body_timeout_s
         timeout_s += (self._options.max_body_bytes if length is None else length) / MIN_BODY_BYTES_PER_S
-        parts: list[bytes] = []
         with _cancelled_after(timeout_s) as has_expired:
             try:
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ConnectionError("the client has left")
-                    part: bytes = message.get("body", b"")
-                    if length is None and part:
-                        self._take(len(part))
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
+                return await self._receive_parts(length)
             except asyncio.CancelledError:
                 if not has_expired():
                     raise
                 raise RequestError(408, f"the body did not come within {timeout_s:.0f} s", close=True) from None
+
+    async def _receive_parts(self, length: int | None) -> bytes:
+        parts: list[bytes] = []
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionError("the client has left")
+            part: bytes = message.get("body", b"")
+            if length is None and part:
+                self._take(len(part))
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _decompress(self, data: bytes, encoding: bytes) -> bytes:
         if encoding not in ENCODINGS:
@@ -574,6 +580,7 @@ def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
+            self.scope["extensions"][BODY_EXTENSION] = True
             if not self.pipeline:  # uvicorn stops reading in large bodies, and would not see that the client leaves
                 self.flow.resume_reading()
 

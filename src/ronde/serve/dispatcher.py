@@ -343,7 +343,10 @@ class Dispatcher:
             self._timer = None
         due_s = self._batcher.due_s() if self._batcher.num_waiting else math.inf
         if due_s < math.inf:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
+            # Timers of uvloop count milliseconds, and one of less than half of one is no timer: it would be called
+            # again and again until the time has come.
+            delay_s = max(0.001, math.ceil(1000 * (due_s - now_s)) / 1000)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._pump)
 
     def _send_batch(self, batch: Batch[PendingPrediction], now_s: float) -> None:
         assert self._model is not None
