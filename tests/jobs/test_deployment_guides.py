@@ -53,9 +53,9 @@ def test_the_photo_handler_of_the_guide_answers(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_gets_from_a_network_to_served_predictions_with_the_guides_alone(tmp_path: Path) -> None:
-    (python,) = blocks(EXPORT, "python")
+    python, _ = blocks(EXPORT, "python")  # the second is of JAX: tests/jobs/test_export.py
     (tmp_path / "mymodels.py").write_text(python, encoding="utf-8")
-    (shell,) = blocks(EXPORT, "sh")
+    shell, _ = blocks(EXPORT, "sh")
     assert "models/net: onnx, differs from the original by at most" in run_shell(tmp_path, shell)
     (section,) = blocks(EXPORT, "yaml")
     (tmp_path / "export.yaml").write_text(section, encoding="utf-8")
