@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
-import importlib.util
 import math
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,6 +48,7 @@ from ronde.data.shards import (
     write_index,
 )
 from ronde.errors import DataError
+from ronde.launch.named_functions import load_function, module_path
 from ronde.text import format_bytes, shorten
 from ronde.training.agreement import check_settings
 
@@ -227,32 +225,10 @@ def _cut_evenly(samples: Array, sizes: Array, shard_bytes: int) -> list[Array]:
 # --- input -----------------------------------------------------------------------------------------------------------
 
 
-def load_function(name: str) -> Callable[..., Any]:
-    """The function `module:function`; the module is imported, also from the current folder. ValueError if there is
-    none."""
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise ValueError(f"{name!r} must be module:function, as in mytransforms:resize")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in function_name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name!r}: {error}") from None
-    if not callable(found):
-        raise ValueError(f"{name!r} is no function")
-    loaded: Callable[..., Any] = found
-    return loaded
-
-
 def hash_source(name: str) -> str:
     """Changes when the module of `module:function` does."""
-    spec = importlib.util.find_spec(name.partition(":")[0])
-    path = Path(spec.origin) if spec is not None and spec.origin else None
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None and path.is_file() else ""
+    path = module_path(name)
+    return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 class PrepareInput(NamedTuple):
