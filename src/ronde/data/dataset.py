@@ -92,7 +92,7 @@ def open_dataset(
         reader = ShardReader(folder, ())
         reader.table = BlockTable.make((info.name, read_footer(folder, info)) for info in shards)
         return reader
-    name = format or _find_format(files, folder.url)
+    name = format or _find_format(files, os.fspath(path))
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)} and shards, got {name!r}")
     known = FORMATS[name]
@@ -104,6 +104,10 @@ def open_dataset(
 def choose_split(index: DataIndex, split: str | None, url: str) -> str:
     """The split to read, by default the only one or `train`."""
     if split is None:
+        if "train" not in index.splits and len(index.splits) > 1:
+            raise DataError(
+                f"{url} has the splits {', '.join(index.splits)}, and none is named train: say which one (split=)"
+            )
         split = "train" if "train" in index.splits else next(iter(index.splits), "")
     if split not in index.splits:
         raise DataError(f"{url} has no split {split!r}; it has {', '.join(index.splits) or 'none'}")

@@ -49,7 +49,7 @@ from ronde.data.shards import (
 )
 from ronde.errors import DataError
 from ronde.launch.named_functions import load_function, module_path
-from ronde.text import format_bytes, shorten
+from ronde.text import format_bytes, format_count, shorten
 from ronde.training.agreement import check_settings
 
 RULES = ("hash", "class", "size")
@@ -308,6 +308,8 @@ class Preparation:
             )
         _refuse_output_in_input(options)
         self._shares = parse_split(options.split)
+        if options.group_by and not self._shares:
+            raise ValueError("group_by keeps samples in the same split: give the splits, too (split, --split)")
         self._transform = load_function(options.transform) if options.transform else None
         if self._transform is None and options.transform_options:
             raise ValueError("transform_options are for a transform: give one")
@@ -577,6 +579,7 @@ def describe_index(index: DataIndex) -> str:
     """For people: samples, shards and bytes of each split."""
     parts = []
     for split, shards in index.splits.items():
+        samples = format_count(index.num_samples(split), "sample")
         size = format_bytes(sum(shard.num_bytes for shard in shards))
-        parts.append(f"{split}: {index.num_samples(split)} samples in {len(shards)} shards, {size}")
+        parts.append(f"{split}: {samples} in {format_count(len(shards), 'shard')}, {size}")
     return "; ".join(parts)

@@ -29,13 +29,14 @@ from ronde.comm.world import resolve_group
 from ronde.data.dataset import open_dataset
 from ronde.data.files import LocalFolder
 from ronde.data.order import NUM_STREAMS, EpochOrder, assign_streams, choose_part, local_range
-from ronde.data.samples import Sample
+from ronde.data.samples import KEY, Sample
 from ronde.data.shards import BlockReader, OpenBlock
 from ronde.errors import DataError
+from ronde.text import shorten
 from ronde.training.agreement import check_settings
 from ronde.training.data_position import DataPosition
 from ronde.training.global_batches import EQUAL_SHARE
-from ronde.training.gradients.steps import inner_sample_counts, set_sample_counts
+from ronde.training.gradients.steps import count_optimizer_steps, inner_sample_counts, set_sample_counts
 from ronde.training.sample_sharding import SamplePosition, count_steps, share_out
 
 NUM_LOCATED = 4096
@@ -257,8 +258,17 @@ class BatchLoader:
         samples: list[Any] = []
         for block, row in zip(batch.blocks, batch.rows, strict=True):
             sample = blocks.read(block, row)
-            samples.append(sample if self._transform is None else self._transform(sample))
+            samples.append(sample if self._transform is None else self._transform_one(sample))
         return collate_samples(samples, stack) if self._collate is None else self._collate(samples)
+
+    def _transform_one(self, sample: Sample) -> Any:
+        assert self._transform is not None
+        try:
+            return self._transform(sample)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(f"transform failed for the sample {shorten(str(sample.get(KEY)))!r}")
+            raise
 
 
 def collate_samples(samples: list[Any], stack: Callable[[list[Any]], Any] = np.stack) -> Any:
@@ -380,7 +390,7 @@ class Stream(DataPosition):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, if the data have them; the label of a sample is an index of it."""
+        """Names of the classes, if the data have them. In data of images the label of a sample is an index of it."""
         return self._loader.reader.classes
 
     def __iter__(self) -> Iterator[Any]:
@@ -462,6 +472,9 @@ class Stream(DataPosition):
             if self._is_local:
                 self.length = sum(told)
         return self._shares[1]
+
+    def _count_reductions(self) -> int:
+        return count_optimizer_steps()
 
     def _order_settings(self) -> dict[str, Any]:
         settings = {**super()._order_settings(), "length": self.length, "num_streams": self._loader.num_streams}

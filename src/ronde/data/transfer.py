@@ -25,7 +25,7 @@ from ronde.comm.world import resolve_group
 from ronde.data.files import DataFolder, DiskFull, LocalFolder, open_folder, write_aside
 from ronde.data.shards import INDEX_NAME, DataIndex, ShardInfo, read_index, write_index
 from ronde.errors import DataError
-from ronde.text import format_bytes
+from ronde.text import format_bytes, format_count
 from ronde.training.agreement import check_settings
 
 logger = logging.getLogger("ronde.data")
@@ -81,7 +81,7 @@ def upload(
     if not isinstance(here, LocalFolder):
         raise ValueError(f"{source} is not of this machine: download it first")
     _refuse_same(here, there)
-    index = read_index(here)
+    index = _read_prepared(here)
     mark = UploadMark(hashlib.sha256(msgspec.json.encode(index)).hexdigest())
     kept: dict[str, int] = objects.call_on_first(lambda: _begin_upload(there, index, mark, pause), group=members)
     mine = _share(_all_shards(index), members)
@@ -157,7 +157,7 @@ def download(
     if not isinstance(here, LocalFolder):
         raise ValueError(f"{target} is not of this machine: download() copies to a local folder")
     _refuse_same(there, here)
-    index: DataIndex = objects.call_on_first(lambda: read_index(there), group=members)
+    index: DataIndex = objects.call_on_first(lambda: _read_prepared(there), group=members)
     unknown = [split for split in splits if split not in index.splits]
     if unknown:
         raise DataError(f"{source} has no split {unknown[0]!r}; it has {', '.join(index.splits)}")
@@ -245,7 +245,7 @@ def verify(
     """Read all shards of prepared data and return those that are missing or damaged, on all ranks. Collective."""
     members = resolve_group(group)
     folder = open_folder(path)
-    index: DataIndex = objects.call_on_first(lambda: read_index(folder), group=members)
+    index: DataIndex = objects.call_on_first(lambda: _read_prepared(folder), group=members)
     damaged: list[DamagedFile] = []
 
     def check(shard: ShardInfo) -> None:
@@ -265,6 +265,16 @@ def verify(
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _read_prepared(folder: DataFolder) -> DataIndex:
+    """The index of prepared data. DataError that says so if the folder has none."""
+    try:
+        return read_index(folder)
+    except DataError:
+        if any(info.name == INDEX_NAME for info in folder.list_files()):
+            raise
+    raise DataError(f"{folder.url} is not prepared data: it has no {INDEX_NAME}; `ronde data prepare` makes one")
 
 
 def _refuse_same(source: DataFolder, target: DataFolder) -> None:
@@ -347,4 +357,4 @@ def _transfer(
 def describe_transfer(result: TransferResult) -> str:
     """For people."""
     there = f", {result.num_skipped} were there" if result.num_skipped else ""
-    return f"{result.num_transferred} files, {format_bytes(result.num_bytes)}{there}"
+    return f"{format_count(result.num_transferred, 'file')}, {format_bytes(result.num_bytes)}{there}"

@@ -106,7 +106,7 @@ class DataPosition:
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what the order depends on; the same on every rank. In the body of a loop the present
         batch counts after its step: when an optimizer of the State has stepped or, without a State, when gradients of
-        TensorFlow were reduced."""
+        TensorFlow were reduced, or a Stream's batch was used by DistributedOptimizer.step() of PyTorch."""
         position = self._next_position()
         if self._num_pending and self._has_stepped():
             position = self._position.after_samples(self._num_pending)

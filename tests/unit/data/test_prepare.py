@@ -257,6 +257,7 @@ def test_two_runs_do_not_prepare_the_same_folder_at_a_time(
         ({"split": "train=0,val=0"}, "at least one share must be above 0"),
         ({"split": "a/b=1"}, "split must be as in"),
         ({"group_by": "patient", "split": "train=1"}, "has no field 'patient'; it has "),
+        ({"group_by": "patient"}, "give the splits, too"),
         ({"output": "s3://bucket/x"}, "ronde data upload"),
         ({"input": "/nowhere"}, "there is no folder or file /nowhere"),
     ],
@@ -288,3 +289,10 @@ def test_a_sample_stays_in_its_split_when_data_grow() -> None:
     counts = Counter(choose_split(f"cat/{n}.jpg", shares) for n in range(2000))
     assert 1500 < counts["train"] < 1700
     assert choose_split("cat/7.jpg", shares) == choose_split("cat/7.jpg", {"train": 8, "val": 1, "test": 1})
+
+
+def test_of_several_splits_none_of_which_is_train_one_has_to_be_named(photos: Path, tmp_path: Path) -> None:
+    run_one(input=str(photos), output=str(tmp_path / "out"), split="a=0.5,b=0.5")
+    with pytest.raises(DataError, match="has the splits a, b, and none is named train"):
+        open_dataset(tmp_path / "out")
+    assert read_all(open_dataset(tmp_path / "out", split="b"))

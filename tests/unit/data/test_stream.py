@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -406,8 +407,10 @@ def test_an_error_in_a_thread_reaches_the_loop_and_threads_end(data: Path) -> No
         raise KeyError(sample["number"])
 
     def body(group: Any) -> None:
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError) as caught:
             list(Stream(data, global_batch=4, group=group, transform=fail, num_threads=3))
+        note = f"transform failed for the sample 's{caught.value.args[0]}'"
+        assert sys.version_info < (3, 11) or caught.value.__notes__ == [note]
 
     one_rank(body)
 

@@ -258,6 +258,15 @@ def test_ranks_share_a_transfer(made: tuple[Path, DataIndex], tmp_path: Path, si
     assert contents(tmp_path / "got") == contents(made[0])
 
 
+def test_data_that_were_not_prepared_are_named(made: tuple[Path, DataIndex], tmp_path: Path) -> None:
+    (made[0] / INDEX_NAME).unlink()
+    for transfer in (upload, download):
+        with pytest.raises(AssertionError, match=r"is not prepared data: it has no index\.json"):
+            one(lambda group, call=transfer: call(str(made[0]), str(tmp_path / "got"), group=group))
+    with pytest.raises(AssertionError, match=r"is not prepared data: it has no index\.json"):
+        one(lambda group: verify(str(made[0]), group=group))
+
+
 def test_other_splits_on_a_rank_are_an_error_on_all(made: tuple[Path, DataIndex], tmp_path: Path) -> None:
     def body(world: Any) -> None:
         with pytest.raises(Mismatch, match=r"rank 0 gave splits=\[\]; rank 1 gave splits=\['train'\]"):

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import ronde
 from ronde.comm.world import World
 from ronde.data import Stream
-from ronde.torch import StreamDataset
+from ronde.torch import DistributedOptimizer, StreamDataset
 from tests.conformance.ranks import QUICK, join_in_process, run_threads
 from tests.limits import LONG_TEST_S
 from tests.unit.data.made_data import write_shards
@@ -48,6 +49,24 @@ def numbers(batches: Any) -> list[list[int]]:
         assert isinstance(batch["number"], torch.Tensor)
         found.append(batch["number"].tolist())
     return found
+
+
+def test_a_position_behind_the_step_of_an_optimizer_has_the_present_batch(data: Path) -> None:
+    ronde.init()
+    try:
+        stream = make(data, None)
+        model = torch.nn.Linear(1, 1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+        for step, batch in enumerate(stream.track(make_loader(StreamDataset(stream), 0))):
+            optimizer.zero_grad()
+            model(batch["number"].float().reshape(-1, 1)).mean().backward()
+            assert stream.state_dict()["consumed"] == 8 * step
+            optimizer.step()
+            assert stream.state_dict()["consumed"] == 8 * (step + 1)
+            if step == 2:
+                break
+    finally:
+        ronde.shutdown()
 
 
 def test_the_dataset_gives_the_batches_of_the_stream(data: Path) -> None:

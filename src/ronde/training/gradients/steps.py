@@ -161,7 +161,9 @@ class TrainingStep:
 
     def step_done(self) -> None:
         """Called when the optimizer has used the gradients."""
+        global _num_optimizer_steps
         self._apply(StepEvent.STEP_DONE)
+        _num_optimizer_steps += 1
 
     def gradients_cleared(self) -> None:
         """Gradients were set to zero or to none: a step begins, also when the one before had not all of its passes or
@@ -315,6 +317,14 @@ class TrainingStep:
     @property
     def _may_run_inline(self) -> bool:
         return len(self._reducers) == 1 and len(_open_steps) == 1
+
+
+_num_optimizer_steps = 0
+
+
+def count_optimizer_steps() -> int:
+    """How many steps the optimizers of this process have made: data sets learn from it whether a batch was used."""
+    return _num_optimizer_steps
 
 
 _counts_of_batch: WeakKeyDictionary[Group, Sequence[int]] = WeakKeyDictionary()
