@@ -15,7 +15,7 @@ from ronde.cli.arguments import CommandParser, number, print_error, whole_number
 from ronde.cli.run import add_launch_option
 from ronde.errors import RondeError
 from ronde.exit_codes import INTERRUPTED_CODE
-from ronde.launch.config import launch_options, make_launch_config, read_section
+from ronde.launch.config import explain_wrong_value, launch_options, make_launch_config, read_section
 from ronde.launch.job import Job
 from ronde.text import format_compact_number, format_count, format_duration
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ronde.search.results import SearchResult, SearchStatus
-    from ronde.search.run import SearchOptions
+    from ronde.search.run_search import SearchOptions
 
 DESCRIPTION = """Search for hyper-parameters, as the section `search` of a job file says.
 
@@ -82,17 +82,19 @@ def search(arguments: Sequence[str]) -> int:
 
 def read_options(path: str, flags: dict[str, Any]) -> SearchOptions:
     """Return the section of the file, with these flags in the place of its keys. ValueError names file and key."""
-    from ronde.search.run import SearchOptions, check_options
+    from ronde.search.run_search import SearchOptions, check_options
 
     options = read_section(path, "search", SearchOptions)
     values = {name: getattr(options, name) for name in options.__struct_fields__}
     for name in ("metric", "metric_key"):
         if name in flags:  # they exclude each other
             values["metric"] = values["metric_key"] = ""
+    given = {**values, **flags}
     try:
-        options = msgspec.convert({**values, **flags}, SearchOptions)
+        options = msgspec.convert(given, SearchOptions)
     except msgspec.ValidationError as error:
-        raise ValueError(f"--{str(error).partition('$.')[2].rstrip('`').replace('_', '-')}: {error}") from None
+        name, _, rest = explain_wrong_value(SearchOptions, given, error).partition(" ")
+        raise ValueError(f"--{name.replace('_', '-')} {rest}" if name in flags else f"{name} {rest}") from None
     try:
         check_options(options)
     except ValueError as error:
@@ -120,8 +122,8 @@ def run_search(
 ) -> int:
     """Run a search and show it: the exit code. 0 if a trial is complete."""
     from ronde.dash.search_report import write_search_report
-    from ronde.search.run import remove_search
-    from ronde.search.run import search as run_trials
+    from ronde.search.run_search import remove_search
+    from ronde.search.run_search import search as run_trials
 
     folder = Path(options.output)
     if overwrite:
@@ -141,6 +143,7 @@ def run_search(
 def describe_result(result: SearchResult, report: Path) -> str:
     """Say what came of a search, for the end of the output."""
     from ronde.search.results import format_params
+    from ronde.search.trial_output import OUTPUT_FOLDER
 
     counts = {
         kind: sum(trial.outcome.value == kind for trial in result.trials) for kind in ("complete", "pruned", "failed")
@@ -154,6 +157,8 @@ def describe_result(result: SearchResult, report: Path) -> str:
         lines.append(f"best: {format_compact_number(best.value)} in trial {best.number}: {format_params(best.params)}")
     else:
         lines.append("no trial is complete, so there is no best one")
+    if counts["failed"]:
+        lines.append(f"what the trials printed: {report.parent / OUTPUT_FOLDER}")
     return "\n".join(lines)
 
 

@@ -405,7 +405,16 @@ def read_section(path: str, section: str, kind: type[SectionOptions]) -> Section
     except msgspec.ValidationError as error:
         name = next((name for name in values if f"$.{name}" in str(error)), "")
         where = f", line {lines[section, str(name)]}" if (section, str(name)) in lines else ""
-        raise ValueError(f"{path}{where}: {section}: {error}") from None
+        raise ValueError(f"{path}{where}: {section}: {explain_wrong_value(kind, values, error)}") from None
+
+
+def explain_wrong_value(kind: type[msgspec.Struct], values: Mapping[Any, Any], error: msgspec.ValidationError) -> str:
+    """Say what msgspec has found wrong in the values of such a struct; where few values are allowed, which ones."""
+    for field in msgspec.inspect.type_info(kind).fields:  # type: ignore[attr-defined]  # of a struct
+        value = values.get(field.name, field.default)
+        if isinstance(field.type, msgspec.inspect.LiteralType) and value not in field.type.values:
+            return f"{field.name} must be one of {', '.join(map(str, field.type.values))}, got {value!r}"
+    return str(error)
 
 
 def _choose_section(
@@ -438,6 +447,11 @@ def _load_yaml(path: str) -> tuple[object, dict[tuple[str, str], int]]:
         found = None if root is None or twice else loader.construct_document(root)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f", line {mark.line + 1}"
+        problem = ", ".join(text for text in (error.problem, error.context) if text)
+        raise ValueError(f"{path}{where} is no YAML: {problem}; is it indented as the lines around it?") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if twice:

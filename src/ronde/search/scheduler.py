@@ -1,5 +1,5 @@
 """Which trial runs on which group of workers, and what becomes of it. No I/O and no clock: events in, actions out. Used
-by the tuner.
+by the search driver.
 
     STARTING ──ready──► IDLE ──start──► BUSY ──every rank has ended──► IDLE
        ▲                                 │
@@ -111,16 +111,16 @@ class TrialScheduler:
         interrupted: Sequence[PlannedTrial],
         ask: Callable[[], PlannedTrial | None],
         tell: Callable[[TrialResult], None],
-        judge: Callable[[int, Mapping[int, float]], bool],
+        should_prune: Callable[[int, Mapping[int, float]], bool],
         make_start: Callable[[PlannedTrial, int], StartTrial],
-        is_judged: bool,
+        has_pruner: bool,
         retries: int,
         trial_s: float = 0.0,
         has_success: bool = False,
     ) -> None:
         """`interrupted` are run first. `ask` returns a new trial; `tell` records how one has ended, before the next is
-        asked for; `judge` returns whether one is to be pruned; `make_start` makes the message for a trial and its
-        attempt. `num_ended` trials have ended before, and `has_success` if one of them has not failed."""
+        asked for; `should_prune` returns whether one is to be pruned; `make_start` makes the message for a trial and
+        its attempt. `num_ended` trials have ended before, and `has_success` if one of them has not failed."""
         self._groups = [_GroupSlot() for _ in range(num_groups)]
         self._ranks_per_group = ranks_per_group
         self._num_trials = num_trials
@@ -128,13 +128,14 @@ class TrialScheduler:
         self._queue: deque[tuple[PlannedTrial, int]] = deque((planned, 1) for planned in interrupted)
         self._ask = ask
         self._tell = tell
-        self._judge = judge
+        self._should_prune = should_prune
         self._make_start = make_start
-        self._is_judged = is_judged
+        self._has_pruner = has_pruner
         self._retries = retries
         self._trial_s = trial_s or math.inf
         self._has_success = has_success
         self._num_failed = 0
+        self._was_ready = False  # a group, once
         self.is_exhausted = False
         """Whether the space has no more points."""
         self.failure = ""
@@ -167,6 +168,7 @@ class TrialScheduler:
         if len(slot.ready_ranks) < self._ranks_per_group:
             return []
         slot.state = GroupState.IDLE
+        self._was_ready = True
         return self._assign(now_s)
 
     def handle_report(self, group: int, incarnation: int, report: ReportedValue) -> list[Action]:
@@ -175,9 +177,9 @@ class TrialScheduler:
         if attempt is None:
             return []
         attempt.values[report.step] = report.value
-        if not self._is_judged:
+        if not self._has_pruner:
             return []
-        attempt.is_pruned = attempt.is_pruned or self._judge(report.number, attempt.values)
+        attempt.is_pruned = attempt.is_pruned or self._should_prune(report.number, attempt.values)
         return [SendToGroup(group, PruneDecision(report.number, report.attempt, report.step, attempt.is_pruned))]
 
     def handle_ended(self, group: int, incarnation: int, rank: int, ended: TrialEnded, now_s: float) -> list[Action]:
@@ -216,9 +218,12 @@ class TrialScheduler:
         return [*actions, *self._restart(group, reason), *self._assign(now_s)]
 
     def handle_worker_failed(self, reason: str) -> list[Action]:
-        """The objective or the setup does not work at all."""
-        self.failure = self.failure or f"the workers cannot begin: {reason}"
-        return []
+        """The objective or the setup does not work in a worker: at all, or if others were ready before, only there and
+        now. Then its group is lost when the worker exits, and started again."""
+        if not self._was_ready:
+            self.failure = self.failure or f"the workers cannot begin: {reason}"
+            return []
+        return [ShowMessage(f"a worker cannot begin: {reason}")]
 
     def handle_time(self, now_s: float) -> list[Action]:
         """End what takes too long."""

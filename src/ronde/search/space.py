@@ -72,10 +72,12 @@ def _check_name(name: object) -> str:
 def _parse_parameter(name: str, written: Any) -> BaseDistribution:
     if isinstance(written, CategoricalDistribution | FloatDistribution | IntDistribution):
         return written
-    if isinstance(written, list | tuple):
+    if isinstance(written, list):
         return _parse_choices(name, written)
     if not isinstance(written, Mapping):
-        raise ValueError(f"{name}: write the choices, as in [16, 32], or the ends, as in {{low: 1, high: 8}}")
+        raise ValueError(
+            f"{name}: write a list of choices, as in [16, 32], or the ends, as in {{low: 1, high: 8}}; got {written!r}"
+        )
     for key in written:
         if key not in _KEYS:
             raise ValueError(f"{name}: unknown key {key!r}; there are {', '.join(_KEYS)}")
@@ -100,7 +102,7 @@ def _parse_parameter(name: str, written: Any) -> BaseDistribution:
         raise ValueError(f"{name}: {' '.join(str(error).split())}") from None
 
 
-def _parse_choices(name: str, choices: list[Any] | tuple[Any, ...]) -> CategoricalDistribution:
+def _parse_choices(name: str, choices: list[Any]) -> CategoricalDistribution:
     if not choices:
         raise ValueError(f"{name}: there are no choices")
     for choice in choices:

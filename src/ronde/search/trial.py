@@ -62,13 +62,22 @@ class Trial:
         self._last_step = step
         if self._rank == 0:
             self._pipes.send(encode_message(ReportedValue(self.number, self.attempt, step, number)))
-        if self._start.is_judged:
+        if self._start.has_pruner:
             self._is_pruned = self._await_decision(step)
 
     def should_prune(self) -> bool:
         """Whether the trial is not worth going on with, as far as its last report shows. The answer is the same in all
-        ranks. Raise TrialPruned then."""
+        ranks. Raise TrialPruned then; Optuna's does, too."""
         return self._is_pruned
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for names that a trial does not have.
+        if name.startswith("suggest_"):
+            raise AttributeError(
+                f"a trial of ronde has no {name}(): the space is an argument of run(), or in the job file, and the "
+                "value of lr is trial.params['lr']"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _await_decision(self, step: int) -> bool:
         while True:

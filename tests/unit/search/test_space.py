@@ -32,7 +32,8 @@ def test_a_parameter_has_ends_or_choices(written: Any, distribution: object) -> 
     [
         ({}, "at least one parameter"),
         ({"a b": [1]}, "the name of a parameter is a word"),
-        ({"x": 3}, "x: write the choices"),
+        ({"x": 3}, "x: write a list of choices"),
+        ({"x": (0.0, 1.0)}, "x: write a list of choices"),  # are these choices, or ends?
         ({"x": []}, "x: there are no choices"),
         ({"x": [[1]]}, "x: a choice is a number"),
         ({"x": [1, 1]}, "x: a choice is there twice"),

@@ -1,8 +1,10 @@
 """ronde.search.run(), and what `ronde search` has in common with it: SearchOptions, which are also the section `search`
-of a job file, and the way from them to a Tuner and its result."""
+of a job file, and the way from them to a SearchDriver and its result."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import operator
 import os
 import shlex
@@ -12,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -20,6 +22,8 @@ from ronde.launch.agent.cgroup_limits import effective_cpu_count
 from ronde.launch.function import FUNCTION_RANK_COMMAND, make_function_job, pickle_call
 from ronde.launch.job import Job, SshOptions
 from ronde.launch.placement import Host
+from ronde.search.driver import MakeGroup, SearchDriver
+from ronde.search.journal import OPTUNA_LOCK_SUFFIX, lock_journal
 from ronde.search.results import SearchResult, SearchStatus
 from ronde.search.script_group import MetricReader, ScriptGroup
 from ronde.search.space import parse_space
@@ -35,12 +39,11 @@ from ronde.search.study import (
     make_pruner,
 )
 from ronde.search.trial_output import OUTPUT_FOLDER
-from ronde.search.tuner import MakeGroup, Tuner
 from ronde.search.worker import run_worker
 from ronde.search.worker_group import GroupEvent, GroupPlacement, TrialGroup, WorkerGroup, make_group_job, place_groups
 
-OWN_FILES = (JOURNAL_NAME, "trials.csv", "trials.json", "report.html")
-"""What a search writes to its folder, beside the output of trials."""
+TABLES = ("trials.csv", "trials.json", "report.html")
+"""What a search writes to its folder, beside the journal and the output of trials."""
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +88,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError("`setup` is for an objective; a command starts an interpreter for each trial")
         if not self.command and (self.metric or self.metric_key):
             raise ValueError("`metric` and `metric_key` are for a command; an objective returns its value")
+        for name, allowed in (("direction", Direction), ("sampler", SamplerName), ("pruner", PrunerName)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
         for name, minimum in (("ranks_per_trial", 1), ("parallel", 0), ("trials", 0), ("retries", 0), ("trial_s", 0)):
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}")
@@ -157,13 +163,21 @@ def run(
         retries=retries,
         trial_s=trial_s,
     )
-    job = make_function_job(hosts=hosts, env=env, ssh=ssh, python=python, settings=settings)
+    try:
+        job = make_function_job(hosts=hosts, env=env, ssh=ssh, python=python, settings=settings)
+    except TypeError as error:
+        near = [difflib.get_close_matches(name, inspect.signature(run).parameters, n=1) for name in settings]
+        if not any(near):
+            raise
+        raise TypeError(f"{error}; did you mean {next(filter(None, near))[0]}?") from None
     with ExitStack() as opened:
         if folder is None:
             kept = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="ronde-search-")))
         else:
             kept = Path(folder)
-        result = search(options, job, kept, function=objective, setup=setup, on_status=on_status)
+        result = search(
+            options, job, kept, function=objective, setup=setup, on_status=on_status, is_kept=folder is not None
+        )
     return msgspec.structs.replace(result, folder="") if folder is None else result
 
 
@@ -175,9 +189,11 @@ def search(
     function: Callable[..., Any] | None = None,
     setup: Callable[[], Any] | None = None,
     on_status: Callable[[SearchStatus], None] | None = None,
+    is_kept: bool = True,
 ) -> SearchResult:
     """Run a search, or what is left of one, in this folder. `job` has what all groups have in common: hosts, ssh,
-    environment, settings. `function` and `setup` stand in the place of the names in the options."""
+    environment, settings. `function` and `setup` stand in the place of the names in the options. `is_kept` is whether
+    the caller keeps the folder, so that an error may name it."""
     space = parse_space(options.space)
     num_trials, note = check_num_trials(space, options.trials, len(options.points), options.sampler)
     num_groups = choose_num_groups(options, job.hosts, num_trials)
@@ -198,7 +214,7 @@ def search(
     with ExitStack() as opened:
         study = SearchStudy(folder, space, study_options, options.points)
         opened.callback(study.close)
-        tuner = Tuner(
+        driver = SearchDriver(
             study,
             make_group,
             folder=folder,
@@ -209,8 +225,9 @@ def search(
             trial_s=options.trial_s,
             on_status=on_status,
             note=note,
+            is_kept=is_kept,
         )
-        result = tuner.run()
+        result = driver.run()
     result.write_tables(folder)
     return result
 
@@ -237,10 +254,15 @@ def choose_num_groups(options: SearchOptions, hosts: Sequence[Host], num_trials:
 
 
 def remove_search(folder: Path) -> None:
-    """Remove what a search has written to this folder, and nothing else."""
-    for name in OWN_FILES:
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / OUTPUT_FOLDER, ignore_errors=True)
+    """Remove what a search has written to this folder, and nothing else. RondeError if one is running there."""
+    journal = folder / JOURNAL_NAME
+    if not journal.exists():
+        return
+    with lock_journal(journal):
+        shutil.rmtree(folder / OUTPUT_FOLDER, ignore_errors=True)
+        locks = [path.name for path in folder.glob(f"{JOURNAL_NAME}{OPTUNA_LOCK_SUFFIX}*")]
+        for name in (*TABLES, *locks, JOURNAL_NAME):  # the journal last: it says that this is a search
+            (folder / name).unlink(missing_ok=True)
 
 
 def _make_worker_groups(
