@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -64,7 +65,7 @@ def point_key(params: Mapping[str, ParameterValue]) -> tuple[tuple[str, str, str
 
 
 def _check_name(name: object) -> str:
-    if not isinstance(name, str) or not name or name.startswith("-") or "=" in name or any(map(str.isspace, name)):
+    if not isinstance(name, str) or not re.fullmatch(r"[^-=\s][^=\s]*", name) or not name.isprintable():
         raise ValueError(f"the name of a parameter is a word, as in lr; got {name!r}")
     return name
 

@@ -32,6 +32,7 @@ def test_a_parameter_has_ends_or_choices(written: Any, distribution: object) -> 
     [
         ({}, "at least one parameter"),
         ({"a b": [1]}, "the name of a parameter is a word"),
+        ({"a\0b": [1]}, "the name of a parameter is a word"),
         ({"x": 3}, "x: write a list of choices"),
         ({"x": (0.0, 1.0)}, "x: write a list of choices"),  # are these choices, or ends?
         ({"x": []}, "x: there are no choices"),
