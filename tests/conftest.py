@@ -7,6 +7,7 @@ A test that has to leave something says so: `@pytest.mark.leaves(reason="…")`.
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import time
@@ -23,6 +24,9 @@ from tests.services import ServiceResult, table
 # A single example may take any time on a busy machine; pytest limits the whole test.
 hypothesis.settings.register_profile("ronde", deadline=None)
 hypothesis.settings.load_profile("ronde")
+
+# Programs of the tests are small: XLA takes longer to optimize them than it saves. Jobs inherit this.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 UNIT_TESTS = Path(__file__).parent / "unit"
 

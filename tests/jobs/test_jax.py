@@ -18,7 +18,7 @@ PYTHON = ROOT / ".venv-tensorflow/bin/python"
 RUN: tuple[str | Path, ...] = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np", "2")
 CHECKS = ROOT / "tests/jobs/jax_checks"
 GUIDE = ROOT / "docs/guides/jax.md"
-ONE_THREAD = {"NPROC": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+ONE_THREAD = {"NPROC": "1", "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"}
 """XLA has as many threads as NPROC says, or two, for each device one."""
 pytestmark = [
     pytest.mark.timeout(LONG_TEST_S),

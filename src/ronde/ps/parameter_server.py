@@ -1,8 +1,8 @@
 """ParameterServer: parameters that are trained by a parameter server, as one rank sees them.
 
 It is the user's side of a Participant, which has the state machines and the messages. Where the members meet depends on
-the job. The ranks of a job of mpirun, torchrun, srun or `ronde run` are servers and workers in a mailbox of their
-group, for as long as the round lasts. Where `ronde run` has started server processes, or the number of ranks may
+the job (startup). The ranks of a job of mpirun, torchrun, srun or `ronde run` are servers and workers in a mailbox of
+their group, for as long as the round lasts. Where `ronde run` has started server processes, or the number of ranks may
 change, they meet in the rounds of servers (server_rounds).
 """
 
@@ -15,39 +15,32 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized, resolve_group
-from ronde.errors import Mismatch, OperationTimeout, RondeError
+from ronde.errors import OperationTimeout, RondeError
 from ronde.ps.checkpoints import SavedFile, write_manifest
 from ronde.ps.commit_log.leases import Lease
-from ronde.ps.commit_log.staleness import StalenessSettings, parse_mode
 from ronde.ps.optimizers import GradientNoise, Optimizer
-from ronde.ps.participant import MailboxMessenger, Participant
-from ronde.ps.partition import Array, Configuration, Part, TensorSpec, cut_into_parts, make_configuration
+from ronde.ps.participant import WAIT_CHECK_S
+from ronde.ps.partition import Array, Part
 from ronde.ps.payloads import check_codec, decode_values, encode_values, pack_arrays
-from ronde.ps.protocol import OutgoingMessage, PartCopy, make_batches
-from ronde.ps.server import ServerCore, ServerSetup
-from ronde.ps.server_rounds import ServerRounds, describe_member, server_rounds_of_job
+from ronde.ps.protocol import OutgoingMessage
+from ronde.ps.server_rounds import describe_member
+from ronde.ps.startup import FirstValues, SharedChoices, Startup, describe_tensors
 from ronde.ps.tables.client import (
     TableClient,
     check_rows,
-    check_table_states,
     describe_tables,
     join_rows,
-    make_first_rows,
 )
-from ronde.ps.tables.embedding_table import EmbeddingTable, cut_tables
-from ronde.text import format_rank_answers
+from ronde.ps.tables.embedding_table import EmbeddingTable
 from ronde.types import Deadline
 
-WAIT_CHECK_S = 0.1
-"""How often a wait looks whether the round is over, and lets Python run signal handlers."""
 SUSPECT_S = 10.0
 """A server that has not answered for so long while a worker waits is replaced by its backup, as if it were lost."""
 
@@ -81,20 +74,6 @@ class _PushUnderWay:
             if any(piece.tensor == tensor for piece in part.slices)
             and all(piece.tensor in self.gradients for piece in part.slices)
         ]
-
-
-class _Choices(NamedTuple):
-    """What all ranks have to choose alike for a parameter server."""
-
-    tensors: tuple[TensorSpec, ...]
-    mode: str
-    staleness: int
-    replicate: bool
-    clip_norm: float
-    tables: tuple[tuple[Any, ...], ...]
-    """What describe_tables() says."""
-    delay_compensation: float
-    compression: str
 
 
 class ParameterServer:
@@ -151,33 +130,23 @@ class ParameterServer:
         self._indices = {name: index for index, name in enumerate(self.parameters)}
         self.tables = dict(tables or {})
         """The embedding tables, by name."""
-        self._first_rows: Mapping[str, Mapping[str, Array]] = {}
-        """By table, the rows that a state has."""
-        self._first_states: dict[str, Array] = {} if state is None else self._load_state(state)
-        version = 0 if state is None else int(state["version"])
-        self._rounds = self._find_rounds(servers, workers)
-        """Where servers and workers meet, if the job has server processes or is elastic."""
-        self._instance = self._rounds.new_instance() if self._rounds is not None else 0
-        self._messenger: MailboxMessenger | None = None
-        choices = _Choices(
-            self._describe_tensors(groups),
+        choices = SharedChoices(
+            describe_tensors(self.parameters, groups),
             mode,
             staleness,
             replicate,
             clip_norm,
-            self._describe_tables(),
+            describe_tables(self.tables),
             delay_compensation,
             check_codec(compression),
         )
-        if self._rounds is None:
-            self._participant = self._meet_in_group(choices, optimizer, servers, workers, version)
-        elif current_world().is_candidate:
-            own = (self._rounds.number,)
-            self._participant = self._join_late(
-                self._rounds, choices, lambda: self._agree(choices, optimizer, version, servers=own, workers=own)
-            )
-        else:
-            self._participant = self._meet_servers(self._rounds, choices, optimizer, version)
+        startup = Startup(self._group, choices, optimizer, FirstValues(self.parameters, self.tables, state))
+        self._participant = startup.take_part(servers, workers)
+        self._rounds = startup.rounds
+        """Where servers and workers meet, if the job has server processes or is elastic."""
+        self._instance = startup.instance
+        self._messenger = startup.messenger
+        """In a mailbox of the group, if they meet there."""
         setup = self._setup = self._participant.setup
         self.mode = setup.staleness.mode.value
         self.is_worker = self._rounds is not None or self.rank in setup.workers
@@ -207,7 +176,6 @@ class ParameterServer:
         self._is_pushing = False
         """Whether a call of this object is in the middle of a push."""
         self._is_closed = False
-        self._first_states, self._first_rows = {}, {}
         if self.is_worker and not self._worker.is_finished:
             self.pull()
 
@@ -446,237 +414,6 @@ class ParameterServer:
         servers = ", ".join(map(describe_member, self.servers)) if self._rounds is not None else str(self.servers)
         return f"<ParameterServer: {len(self._setup.parts)} parts on {servers}>"
 
-    # --- the start -------------------------------------------------------------------------------------------------
-
-    def _find_rounds(self, servers: Iterable[int] | None, workers: Iterable[int] | None) -> ServerRounds | None:
-        """The rounds in which this rank meets servers, if the job has them."""
-        rounds = server_rounds_of_job() if is_initialized() else None
-        is_whole = servers is None and workers is None and self._group.id == 0
-        if rounds is not None and not is_whole:
-            if rounds.num_servers or current_world().is_candidate:
-                raise ValueError(
-                    "all ranks of a job with server processes, and those that come to an elastic one later, make a "
-                    "parameter server alike: leave out servers, workers and group"
-                )
-            return None
-        return rounds
-
-    def _describe_tensors(self, groups: Mapping[str, int] | None) -> tuple[TensorSpec, ...]:
-        tensors = tuple(
-            TensorSpec(name, array.shape, array.dtype.name, (groups or {}).get(name, 0))
-            for name, array in self.parameters.items()
-        )
-        if not any(tensor.size for tensor in tensors) and not self.tables:
-            raise ValueError("a parameter server needs at least one parameter that is not empty, or a table")
-        return tensors
-
-    def _describe_tables(self) -> tuple[tuple[Any, ...], ...]:
-        for name, table in self.tables.items():
-            if not isinstance(table, EmbeddingTable):
-                raise TypeError(f"table {name} must be a ronde.ps.EmbeddingTable, got {type(table).__name__}")
-        return describe_tables(self.tables)
-
-    def _agree(
-        self,
-        choices: _Choices,
-        optimizer: Optimizer,
-        version: int,
-        *,
-        servers: Sequence[int] | int,
-        workers: Sequence[int],
-    ) -> ServerSetup:
-        """What all members have to know alike. Raises Mismatch on all of them if they differ. `servers` are the ranks,
-        or how many processes there are."""
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be one of ronde.ps, such as ronde.ps.SGD, got {type(optimizer).__name__}")
-        settings = StalenessSettings(parse_mode(choices.mode), choices.staleness)
-        if choices.clip_norm < 0 or choices.staleness < 0:
-            raise ValueError(
-                f"clip_norm and staleness must be 0 or more, got {choices.clip_norm} and {choices.staleness}"
-            )
-        if not (choices.delay_compensation >= 0 and math.isfinite(choices.delay_compensation)):
-            raise ValueError(f"delay_compensation must be 0 or more, got {choices.delay_compensation}")
-        ranks = self._group.ranks
-        own = (choices, servers, workers)
-        described = objects.allgather(own, group=self._group)
-        if any(each != described[0] for each in described):
-            answers = {rank: _describe(*each) for rank, each in zip(ranks, described, strict=True)}
-            raise Mismatch(f"ranks disagree on a parameter server: {format_rank_answers(answers)}")
-        agreed: Optimizer
-        first = (optimizer, version, self.tables)
-        agreed, version, tables = objects.broadcast(first, root=ranks[0], group=self._group)
-        num_servers = servers if isinstance(servers, int) else len(servers)
-        keep_whole, in_host = agreed.needs_whole_tensors, self._is_in_host()
-        parts = cut_into_parts(choices.tensors, num_servers, keep_whole=keep_whole, in_host=in_host)
-        return ServerSetup(
-            parts or (Part((), "float32", 0),),  # with nothing but tables, a read still has its version
-            tuple(sorted(workers)),
-            settings,
-            agreed,
-            choices.clip_norm,
-            version,
-            choices.replicate,
-            choices.tensors,
-            tuple(tables.values()),
-            tuple(tables),
-            cut_tables(tables, agreed, num_servers),
-            choices.delay_compensation,
-            choices.compression,
-            self._rounds is not None,
-        )
-
-    def _is_in_host(self) -> bool:
-        """Whether all ranks are on one host. Server processes are expected there, too."""
-        if not is_initialized():
-            return False
-        hosts = current_world().topology.host_indices
-        return len({hosts[rank] for rank in self._group.ranks}) == 1
-
-    def _meet_in_group(
-        self,
-        choices: _Choices,
-        optimizer: Optimizer,
-        servers: Iterable[int] | None,
-        workers: Iterable[int] | None,
-        version: int,
-    ) -> Participant:
-        """Take part in a parameter server whose servers are ranks, as long as the round lasts."""
-        ranks = self._group.ranks
-        server_ranks = ranks if servers is None else tuple(servers)
-        worker_ranks = ranks if workers is None else tuple(workers)
-        for what, chosen in (("servers", server_ranks), ("workers", worker_ranks)):
-            if not chosen or len({*chosen}) < len(chosen) or not {*chosen} <= {*ranks}:
-                raise ValueError(f"{what} must be different ranks of {self._group!r}, got {list(chosen)}")
-        setup = self._agree(choices, optimizer, version, servers=server_ranks, workers=worker_ranks)
-        configuration = make_configuration(setup.all_parts, server_ranks, replicate=choices.replicate)
-        server = ServerCore(self.rank, setup, configuration) if self.rank in server_ranks else None
-        participant = Participant(self.rank, setup, configuration, server)
-        self._messenger = MailboxMessenger(participant, self._group)
-        if self.rank == ranks[0]:
-            for each in self._first_values(setup, configuration):
-                for batch in make_batches((each,)):
-                    self._messenger.post(*batch)
-        deadline = Deadline(self._group.operation_timeout_s)
-        while server is not None and not server.is_ready:  # made so by the thread of the mailbox
-            participant.check()
-            if deadline.expired:
-                raise OperationTimeout(f"rank {self.rank} did not get the first values of its parts in time")
-            participant.is_served.wait(WAIT_CHECK_S)
-        self._group.barrier()
-        return participant
-
-    def _meet_servers(self, rounds: ServerRounds, choices: _Choices, optimizer: Optimizer, version: int) -> Participant:
-        """Make a parameter server together with the other workers, in the rounds of servers. The first rank does it.
-
-        If all that were in the first round of an elastic job are lost, others may train: those that came later. Then
-        there is a parameter server already, and these workers join it as all do that come later."""
-        made = objects.allgather((rounds.number, self._instance), group=self._group)
-        numbers = tuple(number for number, _ in made)
-        self._instance = max(instance for _, instance in made)  # a process that is new has made none yet
-        rounds.use_instance(self._instance)
-        setup = self._agree(choices, optimizer, version, servers=rounds.num_servers or numbers, workers=numbers)
-        rounds.want(self._instance)
-        deadline = Deadline(self._group.operation_timeout_s)
-        configuration: Configuration | None = None
-        if self.rank == self._group.ranks[0] and not rounds.is_made(self._instance, {*numbers}, deadline):
-            configuration = rounds.create(
-                self._instance,
-                setup,
-                lambda servers: make_configuration(setup.all_parts, servers or numbers, replicate=choices.replicate),
-                lambda configuration: self._first_values(setup, configuration),
-                deadline,
-            )
-        configuration = objects.broadcast(configuration, root=self._group.ranks[0], group=self._group)
-        if configuration is None:
-            return self._join_late(rounds, choices, lambda: setup)
-        return rounds.add(self._instance, setup, configuration)
-
-    def _join_late(self, rounds: ServerRounds, choices: _Choices, make_setup: Callable[[], ServerSetup]) -> Participant:
-        """Take part in a parameter server that the others made before this process came."""
-        deadline = Deadline(self._group.operation_timeout_s)
-        participant = rounds.join(self._instance, deadline)
-        if participant is None:  # this process has come too late
-            return rounds.make_finished(self._instance, make_setup())
-        setup = participant.setup
-        theirs = _Choices(
-            setup.tensors,
-            setup.staleness.mode.value,
-            setup.staleness.staleness,
-            setup.replicate,
-            setup.clip_norm,
-            describe_tables(dict(zip(setup.table_names, setup.tables, strict=True))),
-            setup.delay_compensation,
-            setup.compression,
-        )
-        if choices != theirs:
-            raise Mismatch(
-                f"this process makes another parameter server than the others, to which it came later: "
-                f"{_describe(choices)}; they have {_describe(theirs)}"
-            )
-        worker = participant.worker
-        with participant.changed:
-            sends = worker.join()
-        participant.send(sends)
-        with participant.changed:
-            while not (worker.has_joined or worker.is_finished or worker.rejections):
-                participant.check()
-                if deadline.expired:
-                    raise OperationTimeout("the servers did not answer a worker that came later in time")
-                participant.changed.wait(WAIT_CHECK_S)
-            worker.is_finished = worker.is_finished or not worker.has_joined
-            worker.has_left = worker.is_finished
-        return participant
-
-    def _first_values(self, setup: ServerSetup, configuration: Configuration) -> Iterator[OutgoingMessage]:
-        """What the servers begin with: the values and states of each part, for its replicas."""
-        states = self._flatten_first_states(setup.optimizer.num_states)
-        for index, part in enumerate(setup.parts):
-            rows = [part.gather(self._flat), *(part.gather(flat) for flat in states)]
-            copy = np.concatenate(rows)
-            for to in configuration.replicas_of(index):
-                yield OutgoingMessage(to, PartCopy(1, index, 0, {}), copy)
-        for number, table_part in enumerate(setup.table_parts):
-            index = len(setup.parts) + number
-            first_rows = make_first_rows(setup, table_part, self._first_rows)
-            for to in configuration.replicas_of(index):
-                yield OutgoingMessage(to, PartCopy(1, index, 0, {}), first_rows)
-
-    def _load_state(self, state: Mapping[str, Any]) -> dict[str, Array]:
-        """Write the parameters of a state to this rank's, and return its states of the optimizer."""
-        missing = [key for key in ("version", "parameters", "optimizer") if key not in state]
-        if missing:
-            raise ValueError(
-                f"state must be what state_dict() or ronde.ps.load_checkpoint() has returned; it has no {missing[0]!r}"
-            )
-        given = state["parameters"]
-        if given.keys() != self.parameters.keys():
-            differ = sorted(given.keys() ^ self.parameters.keys())
-            raise ValueError(f"state must have the names of the parameters; these differ: {', '.join(differ)}")
-        for name, array in self.parameters.items():
-            if np.shape(given[name]) != array.shape:
-                raise ValueError(
-                    f"state must have the shapes of the parameters; {name} has {array.shape}, and there it has "
-                    f"{np.shape(given[name])}"
-                )
-            array[...] = given[name]
-        self._first_rows = check_table_states(self.tables, state.get("tables", {}))
-        return dict(state["optimizer"])
-
-    def _flatten_first_states(self, num_states: int) -> list[list[Array]]:
-        """By state of the optimizer and tensor, its first elements: zeros, unless a state was given."""
-        flattened: list[list[Array]] = []
-        for number in range(num_states):
-            flat = []
-            for name, array in self.parameters.items():
-                rows = self._first_states.get(name, np.zeros((num_states, *array.shape), array.dtype))
-                if rows.shape != (num_states, *array.shape):
-                    raise ValueError(
-                        f"state has another optimizer: {len(rows)} arrays for {name}, {num_states} are needed"
-                    )
-                flat.append(np.ascontiguousarray(rows[number], array.dtype).reshape(-1))
-            flattened.append(flat)
-        return flattened
-
     # --- what a worker does ----------------------------------------------------------------------------------------
 
     def _push(
@@ -868,14 +605,3 @@ def _check_array(name: str, array: Any) -> Array:
     if not array.flags.c_contiguous or not array.flags.writeable:
         raise ValueError(f"parameter {name} must be contiguous and writeable, because it is written in place")
     return array
-
-
-def _describe(choices: _Choices, servers: Sequence[int] | int = (), workers: Sequence[int] = ()) -> str:
-    tensors = choices.tensors
-    names = ", ".join(f"{tensor.name} {tensor.dtype}{list(tensor.shape)}" for tensor in tensors[:4])
-    return (
-        f"{len(tensors)} tensors ({names}{', …' if len(tensors) > 4 else ''}), mode {choices.mode!r}, staleness "
-        f"{choices.staleness}, servers {servers if isinstance(servers, int) else list(servers)}, workers "
-        f"{list(workers)}, replicate {choices.replicate}, clip_norm {choices.clip_norm:g}, tables "
-        f"{list(choices.tables)}, delay_compensation {choices.delay_compensation:g}, compression {choices.compression}"
-    )

@@ -47,6 +47,8 @@ from ronde.ps.protocol import (
 from ronde.ps.server import Action, Propose, SavePart, SendState, ServerCore, ServerSetup
 from ronde.ps.worker import WorkerCore
 
+WAIT_CHECK_S = 0.1
+"""How often a wait of the program looks whether the round is over, and lets Python run signal handlers."""
 WAKE_UP = b""
 """The header of a message that only wakes the thread that handles messages."""
 

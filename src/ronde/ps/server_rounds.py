@@ -39,7 +39,7 @@ from ronde.comm.world import World, current_world
 from ronde.errors import OperationTimeout, PeerLost, ProtocolError, RondeError, RoundEnded
 from ronde.net.event_loop import start_thread
 from ronde.net.messages import LeaveReason
-from ronde.ps.participant import Participant
+from ronde.ps.participant import WAIT_CHECK_S, Participant
 from ronde.ps.partition import Array, Configuration, PartsLost, change_servers, make_configuration
 from ronde.ps.protocol import OutgoingMessage, make_batches
 from ronde.ps.server import LOST_PARTS_ADVICE, ServerCore, ServerSetup
@@ -48,7 +48,6 @@ from ronde.types import Deadline
 
 THREAD_NAME = "ronde-servers"
 STOP_TIMEOUT_S = 5.0
-WAIT_CHECK_S = 0.1
 REJOIN_INTERVAL_S = 1.0
 """How often a process that has come later asks for a parameter server that is not established yet."""
 RETRY_S = 0.02

@@ -139,6 +139,9 @@ class TableClient:
 
 def describe_tables(tables: Mapping[str, EmbeddingTable]) -> tuple[tuple[Any, ...], ...]:
     """What all ranks have to choose alike for tables. Initializers and optimizers are those of the first rank."""
+    for name, table in tables.items():
+        if not isinstance(table, EmbeddingTable):
+            raise TypeError(f"table {name} must be a ronde.ps.EmbeddingTable, got {type(table).__name__}")
     return tuple((name, each.num_rows, each.dim, each.dtype, each.group) for name, each in tables.items())
 
 
