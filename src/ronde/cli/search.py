@@ -156,7 +156,7 @@ def describe_result(result: SearchResult, report: Path) -> str:
         best = result.best
         lines.append(f"best: {format_compact_number(best.value)} in trial {best.number}: {format_params(best.params)}")
     else:
-        lines.append("no trial is complete, so there is no best one")
+        lines.append("no trial is complete, so there is no best one; --overwrite begins the search anew")
     if counts["failed"]:
         lines.append(f"what the trials printed: {report.parent / OUTPUT_FOLDER}")
     return "\n".join(lines)

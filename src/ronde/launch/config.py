@@ -232,6 +232,11 @@ def make_launch_config(
         "ssh_option": (*given.get("ssh_option", ()), *file.get("ssh_option", ())),  # of two, ssh takes the first
         "command": tuple(command) or file.get("command", ()),
     }
+    if not command and any("{best." in word for word in values["command"]):
+        raise ValueError(
+            f"{given['config']}: the command has {{best.…}}, which `ronde workflow` replaces by what the search has "
+            "found; use that, or give a command: ronde run --config job.yaml -- python train.py --lr 0.1"
+        )
     given_settings, file_settings = (
         {
             option.name: found[option.name]
@@ -362,9 +367,14 @@ def read_config(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold keys and values, as in `num_ranks: 4`, got a {type(found).__name__}")
+    section = ""
     if not found.keys().isdisjoint(JOB_SECTIONS):
-        found = _choose_section(path, "run", found, lines)
-    values = {name: _read_key(path, name, value) for name, value in found.items() if value is not None}
+        section, found = "run", _choose_section(path, "run", found, lines)
+    values = {
+        name: _read_key(path, name, value, lines.get((section, str(name))))
+        for name, value in found.items()
+        if value is not None
+    }
     if "env" in values:
         variables = []
         for text in values["env"]:
@@ -480,7 +490,8 @@ def _yaml_entries(node: Any) -> list[tuple[Any, Any]]:  # nodes of YAML, or None
     return [(entry, None) for entry in (node.value if node.id == "sequence" else [node])]
 
 
-def _read_key(path: str, name: object, value: object) -> Any:  # its kind's
+def _read_key(path: str, name: object, value: object, line: int | None) -> Any:  # its kind's
+    path = path if line is None else f"{path}, line {line}"
     source = f"{path}: {name}"
     if name == "command":
         try:

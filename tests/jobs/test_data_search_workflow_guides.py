@@ -1,4 +1,4 @@
-"""The guides to data and to search, each from an empty folder: all their blocks run as they are printed."""
+"""The guides to data, search and workflows, each from an empty folder: all their blocks run as they are printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tests.jobs.test_readme import blocks
 from tests.limits import LONG_S, LONG_TEST_S
 
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
-DATA, SEARCH = ((ROOT / f"docs/guides/{name}.md").read_text(encoding="utf-8") for name in ("data", "search"))
+DATA, SEARCH, WORKFLOW = (
+    (ROOT / f"docs/guides/{name}.md").read_text(encoding="utf-8") for name in ("data", "search", "workflow")
+)
 
 
 def write_scripts(page: str, folder: Path) -> None:
@@ -105,3 +107,16 @@ def test_the_guide_to_search_works_with_objectives_on_two_ranks_and_with_scripts
         warnings.simplefilter("ignore")
         study = optuna.load_study(study_name="ronde", storage=JournalStorage(JournalFileBackend(path)))
     assert len(study.trials) == 12
+
+
+def test_the_guide_to_workflows_trains_with_what_the_search_has_found_and_does_nothing_twice(tmp_path: Path) -> None:
+    write_scripts(WORKFLOW, tmp_path)
+    (section,), (shell,) = blocks(WORKFLOW, "yaml"), blocks(WORKFLOW, "sh")
+    (tmp_path / "job.yaml").write_text(section, encoding="utf-8")
+    (shown,) = re.findall(r"^```\n(\[1/2\] .*?)^```$", WORKFLOW, re.DOTALL | re.MULTILINE)
+
+    def without_numbers_and_folder(text: str) -> str:
+        return re.sub(r"[\d.]+|(?<=report: ).*(?=/search/)", "…", text)
+
+    assert without_numbers_and_folder(run_shell(tmp_path, shell)) == without_numbers_and_folder(shown)
+    assert run_shell(tmp_path, shell).count("done before, nothing has changed") == 2
