@@ -75,7 +75,7 @@ class ReportedValue(SearchMessage, frozen=True):
 
 
 class Outcome(enum.Enum):
-    """How a trial has ended."""
+    """How a trial has ended: COMPLETE, PRUNED or FAILED."""
 
     COMPLETE = "complete"
     PRUNED = "pruned"
