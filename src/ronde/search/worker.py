@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ronde.errors import RoundEnded
+from ronde.launch.environment import KeptVariables
 from ronde.launch.rank_messages import MessagePipes
 from ronde.search.protocol import (
     Outcome,
@@ -165,7 +166,7 @@ class ProcessState:
 
     def __init__(self) -> None:
         self._cwd = os.getcwd()  # noqa: PTH109  # a text is all that chdir needs
-        self._environ = dict(os.environ)
+        self._variables = KeptVariables()
         self._handlers = {number: signal.getsignal(number) for number in CATCHABLE_SIGNALS}
         self._timers = {timer: signal.getitimer(timer) for timer in TIMERS}
         self._num_threads: tuple[int, bool] | None = None
@@ -194,10 +195,7 @@ class ProcessState:
             else:
                 world.leave(_leave_reason(error), describe_error(error))
         os.chdir(self._cwd)
-        if os.environ != self._environ:
-            for name in os.environ.keys() - self._environ.keys():
-                del os.environ[name]
-            os.environ.update(self._environ)
+        self._variables.restore()
         torch = sys.modules.get("torch")
         if torch is not None and self._num_threads is not None:
             num_threads, is_deterministic = self._num_threads
