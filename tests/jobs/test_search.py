@@ -94,15 +94,15 @@ def test_killed_ranks_and_killed_drivers_leave_exactly_the_trials_that_were_aske
 
 
 def test_workers_stay_warm_and_every_trial_finds_them_as_the_first_did(tmp_path: Path) -> None:
-    def search(folder: Path) -> list[dict[str, object]]:
-        space = {"x": {"low": 0.0, "high": 1.0}}
+    def search(folder: Path, **options: int) -> list[dict[str, object]]:
+        space, setup = {"x": {"low": 0.0, "high": 1.0}}, search_objectives.load_data
         result = ronde.search.run(
-            search_objectives.probe, space, setup=search_objectives.load_data, trials=5, parallel=1, folder=folder
+            search_objectives.probe, space, setup=setup, trials=5, parallel=1, folder=folder, **options
         )
         assert [trial.value for trial in result.trials] == [0.0, 1.0, 2.0, 3.0, 4.0]
         return [json.loads((folder / f"output/trial-{number:04}.txt").read_text()) for number in range(5)]
 
-    first, second = search(tmp_path / "a"), search(tmp_path / "b")
+    first, second = search(tmp_path / "a"), search(tmp_path / "b", trials_per_worker=2)
     assert len({found["pid"] for found in first}) == 1
     assert {found["cwd"] for found in first} == {str(Path.cwd())}
     kept = {(found["variable"], found["handler"], found["timer"]) for found in first}
@@ -110,6 +110,8 @@ def test_workers_stay_warm_and_every_trial_finds_them_as_the_first_did(tmp_path:
     assert len({found["random"] for found in first}) == 5
     for name in ("random", "numpy"):
         assert [found[name] for found in first] == [found[name] for found in second]
+    assert [second[0]["pid"], second[2]["pid"], second[4]["pid"]] == [second[number]["pid"] for number in (1, 3, 4)]
+    assert len({found["pid"] for found in second}) == 3
 
 
 def test_a_trial_that_fails_says_why_and_the_others_go_on() -> None:

@@ -54,6 +54,8 @@ def search(arguments: Sequence[str]) -> int:
     parser.add_flag("--metric-key", metavar="KEY", help="Of a command: the value in the JSON lines that it prints.")
     parser.add_flag("--seed", metavar="N", type=int, help="Of the sampler and of the trials.")
     parser.add_flag("--retries", metavar="N", type=int, help="How often a trial may lose ranks and be run again.")
+    help = "Replace the workers of an objective after so many trials, if it leaks memory."
+    parser.add_flag("--trials-per-worker", metavar="N", type=whole_number, help=help)
     help = "A trial that takes longer has failed."
     parser.add_flag("--trial-s", metavar="SECONDS", type=number(minimum=0.0), help=help)
     parser.add_flag("--output", metavar="DIR", help="Folder of the search.")

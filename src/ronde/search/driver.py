@@ -42,6 +42,7 @@ class SearchDriver:
         num_groups: int,
         ranks_per_group: int,
         retries: int,
+        trials_per_worker: int,
         trial_s: float,
         on_status: Callable[[SearchStatus], None] | None = None,
         note: str = "",
@@ -73,6 +74,7 @@ class SearchDriver:
             make_start=self._make_start,
             has_pruner=study.options.pruner != "none",
             retries=retries,
+            trials_per_worker=trials_per_worker,
             trial_s=trial_s,
             has_success=any(trial.outcome is not Outcome.FAILED for trial in self._ended),
         )

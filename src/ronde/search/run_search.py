@@ -76,6 +76,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seed: int = 0
     retries: int = 2
     """How often a trial is run again after the loss of a rank."""
+    trials_per_worker: int = 0
+    """Workers of an objective are replaced after so many trials, if it leaks memory; 0 for never."""
     trial_s: float = 0.0
     """A trial that takes longer has failed; 0 for no limit."""
     output: str = "search"
@@ -86,12 +88,15 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError("give either `objective`, as in train:objective, or `command`, as in python train.py")
         if self.command and self.setup:
             raise ValueError("`setup` is for an objective; a command starts an interpreter for each trial")
+        if self.command and self.trials_per_worker:
+            raise ValueError("`trials_per_worker` is for an objective; a command starts an interpreter for each trial")
         if not self.command and (self.metric or self.metric_key):
             raise ValueError("`metric` and `metric_key` are for a command; an objective returns its value")
         for name, allowed in (("direction", Direction), ("sampler", SamplerName), ("pruner", PrunerName)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
-        for name, minimum in (("ranks_per_trial", 1), ("parallel", 0), ("trials", 0), ("retries", 0), ("trial_s", 0)):
+        for name in ("ranks_per_trial", "parallel", "trials", "retries", "trials_per_worker", "trial_s"):
+            minimum = 1 if name == "ranks_per_trial" else 0
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}")
 
@@ -120,6 +125,7 @@ def run(
     pruner_options: Mapping[str, Any] | None = None,
     seed: int = 0,
     retries: int = 2,
+    trials_per_worker: int = 0,
     trial_s: float = 0.0,
     folder: str | os.PathLike[str] | None = None,
     hosts: str | Sequence[Host | str] = "",
@@ -137,13 +143,14 @@ def run(
     of `ranks_per_trial` ranks each run at a time, by default as many as the slots of the hosts, or the cores of this
     machine, allow. Each worker calls `setup` once, and what it returns is the second argument of the objective.
     `points` are tried first. A trial that loses a rank is run again, at most `retries` times; one that takes longer
-    than `trial_s` has failed. With a `folder` the search goes on where a former one has ended or was killed, and what
-    the trials print is kept there. `hosts`, `env`, `ssh`, `python` and settings are as in ronde.run().
-    `on_status` is called about twice a second.
+    than `trial_s` has failed. Workers are replaced after `trials_per_worker` trials, if that is not 0. With a `folder`
+    the search goes on where a former one has ended or was killed, and what the trials print is kept there. `hosts`,
+    `env`, `ssh`, `python` and settings are as in ronde.run(). `on_status` is called about twice a second.
     """
     if not callable(objective):
         raise TypeError(f"run() takes a function, got {type(objective).__name__}")
-    for name, value in (("trials", trials), ("ranks_per_trial", ranks_per_trial), ("retries", retries)):
+    counts = {"trials": trials, "ranks_per_trial": ranks_per_trial, "retries": retries, "parallel": parallel or 0}
+    for name, value in {**counts, "trials_per_worker": trials_per_worker, "seed": seed}.items():
         try:
             operator.index(value)
         except TypeError:
@@ -161,6 +168,7 @@ def run(
         parallel=parallel or 0,
         seed=seed,
         retries=retries,
+        trials_per_worker=trials_per_worker,
         trial_s=trial_s,
     )
     try:
@@ -222,6 +230,7 @@ def search(
             num_groups=num_groups,
             ranks_per_group=1 if options.command else options.ranks_per_trial,
             retries=options.retries,
+            trials_per_worker=options.trials_per_worker,
             trial_s=options.trial_s,
             on_status=on_status,
             note=note,

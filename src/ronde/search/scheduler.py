@@ -3,7 +3,7 @@ by the search driver.
 
     STARTING ──ready──► IDLE ──start──► BUSY ──every rank has ended──► IDLE
        ▲                                 │
-       └────── lost, or out of time ─────┘          three starts without a trial: CLOSED
+       └── lost, out of time, worn out ──┘          three starts without a trial: CLOSED
 
 A trial that loses a rank is run again with the same parameters, before any new one, until it has had all its attempts.
 """
@@ -95,6 +95,8 @@ class _GroupSlot:
     incarnation: int = 1
     ready_ranks: set[int] = field(default_factory=set)
     num_bad_starts: int = 0
+    num_trials: int = 0
+    """That these workers have run to the end."""
     attempt: _Attempt | None = None
 
 
@@ -115,12 +117,14 @@ class TrialScheduler:
         make_start: Callable[[PlannedTrial, int], StartTrial],
         has_pruner: bool,
         retries: int,
+        trials_per_worker: int = 0,
         trial_s: float = 0.0,
         has_success: bool = False,
     ) -> None:
         """`interrupted` are run first. `ask` returns a new trial; `tell` records how one has ended, before the next is
         asked for; `should_prune` returns whether one is to be pruned; `make_start` makes the message for a trial and
-        its attempt. `num_ended` trials have ended before, and `has_success` if one of them has not failed."""
+        its attempt. `num_ended` trials have ended before, and `has_success` if one of them has not failed. After
+        `trials_per_worker` trials the workers of a group are replaced; 0 for never."""
         self._groups = [_GroupSlot() for _ in range(num_groups)]
         self._ranks_per_group = ranks_per_group
         self._num_trials = num_trials
@@ -132,6 +136,7 @@ class TrialScheduler:
         self._make_start = make_start
         self._has_pruner = has_pruner
         self._retries = retries
+        self._trials_per_worker = trials_per_worker or math.inf
         self._trial_s = trial_s or math.inf
         self._has_success = has_success
         self._num_failed = 0
@@ -190,7 +195,11 @@ class TrialScheduler:
         attempt.ended[rank] = ended
         if len(attempt.ended) == self._ranks_per_group:
             self._finish(group, *decide_outcome(attempt.ended), now_s)
-            self._groups[group].state = GroupState.IDLE
+            slot = self._groups[group]
+            slot.num_trials += 1
+            if slot.num_trials >= self._trials_per_worker:
+                return [*self._restart(group, "its workers have run all their trials"), *self._assign(now_s)]
+            slot.state = GroupState.IDLE
             return self._assign(now_s)
         if ended.outcome is Outcome.COMPLETE and rank != 0:
             return []  # rank 0 may go on to evaluate, and to report
@@ -344,6 +353,7 @@ class TrialScheduler:
     def _restart(self, group: int, reason: str) -> list[Action]:
         slot = self._groups[group]
         slot.ready_ranks.clear()
+        slot.num_trials = 0
         slot.incarnation += 1
         has_work = self._queue or (self._num_new and not self.is_exhausted)
         if slot.num_bad_starts >= MAX_STARTS or not has_work:

@@ -33,7 +33,7 @@ class Trial:
     """One set of parameters that is tried. Every rank of the trial has one, and all of them are alike."""
 
     def __init__(self, start: StartTrial, pipes: TrialPipes, *, rank: int, slot: int, report_s: float) -> None:
-        # `report_s` is how long an answer to a report may take.
+        # `report_s` is how long ranks other than 0 wait for the answer to a report, which rank 0 has to make, too.
         self.number = start.number
         """Of this trial in its search, from 0."""
         self.params: dict[str, ParameterValue] = dict(start.params)
@@ -81,7 +81,9 @@ class Trial:
 
     def _await_decision(self, step: int) -> bool:
         while True:
-            message = decode_for_worker(self._pipes.receive(self._report_s))
+            # Rank 0 has asked, so it waits for as long as there is a driver, also for one that is stopped (Ctrl-Z).
+            within_s = None if self._rank == 0 else self._report_s
+            message = decode_for_worker(self._pipes.receive(within_s))
             if not isinstance(message, PruneDecision | AbandonTrial):
                 raise AssertionError(f"a message that no trial expects: {message}")
             if (message.number, message.attempt) != (self.number, self.attempt):

@@ -88,8 +88,8 @@ class WorkerGroup:
         self._thread: threading.Thread | None = None
 
     def start(self, incarnation: int) -> None:
+        self._output.end_trial()  # before the launcher says that it ends the former ranks
         self._kill("the group is started again")
-        self._output.end_trial()
 
         def on_message(rank: int, data: bytes) -> None:
             self._post(WorkerEvent(self._index, incarnation, rank, decode_for_driver(data)))

@@ -167,6 +167,19 @@ def test_a_group_that_never_starts_is_given_up_and_so_is_the_search_without_grou
     assert made.scheduler.failure == "no group of workers can be started; the last: no such host"
 
 
+def test_workers_are_replaced_after_their_trials_and_not_when_no_trial_is_left() -> None:
+    made = Made(trials=3, trials_per_worker=2)
+    made.ready()
+    made.end(101)
+    assert made.end(102) == [StartGroup(0, 2)]
+    assert starts(made.ready(incarnation=2)) == [(0, 103, 1)]
+    assert made.end(103, incarnation=2) == []
+    made = Made(trials=2, trials_per_worker=2)
+    made.ready()
+    made.end(101)
+    assert made.end(102) == [] and made.scheduler.is_done and not made.scheduler.failure
+
+
 def test_a_setup_that_fails_ends_the_search_unless_it_has_worked_in_another_worker() -> None:
     made = Made()
     made.scheduler.handle_worker_failed("no images")
