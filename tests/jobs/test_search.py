@@ -94,10 +94,16 @@ def test_killed_ranks_and_killed_drivers_leave_exactly_the_trials_that_were_aske
 
 
 def test_workers_stay_warm_and_every_trial_finds_them_as_the_first_did(tmp_path: Path) -> None:
-    def search(folder: Path, **options: int) -> list[dict[str, object]]:
+    def search(folder: Path, trials_per_worker: int = 0) -> list[dict[str, object]]:
         space, setup = {"x": {"low": 0.0, "high": 1.0}}, search_objectives.load_data
         result = ronde.search.run(
-            search_objectives.probe, space, setup=setup, trials=5, parallel=1, folder=folder, **options
+            search_objectives.probe,
+            space,
+            setup=setup,
+            trials=5,
+            trials_per_worker=trials_per_worker,
+            parallel=1,
+            folder=folder,
         )
         assert [trial.value for trial in result.trials] == [0.0, 1.0, 2.0, 3.0, 4.0]
         return [json.loads((folder / f"output/trial-{number:04}.txt").read_text()) for number in range(5)]
@@ -116,7 +122,9 @@ def test_workers_stay_warm_and_every_trial_finds_them_as_the_first_did(tmp_path:
 
 def test_a_trial_that_fails_says_why_and_the_others_go_on() -> None:
     optuna = ["prune as in Optuna", "suggest as in Optuna"]
-    space = {"how": ["fine", "fork", "nan", "text", "error", "exit", "report nan", "late", *optuna]}
+    space = {
+        "how": ["fine", "fork", "nan", "text", "error", "exit", "cancelled", "silent", "report nan", "late", *optuna]
+    }
     result = ronde.search.run(search_objectives.moody, space, sampler="grid", parallel=1)
     reasons = {trial.params["how"]: trial.reason for trial in result.trials if trial.outcome is Outcome.FAILED}
     assert result.best.params == {"how": "fine"}
@@ -125,6 +133,8 @@ def test_a_trial_that_fails_says_why_and_the_others_go_on() -> None:
     assert "must be a number, got str: 'good'" in reasons["text"]
     assert re.fullmatch(r"KeyError: 'no such layer' \(search_objectives.py:\d+\)", reasons["error"])
     assert re.fullmatch(r"it called sys.exit\('enough'\) \(search_objectives.py:\d+\)", reasons["exit"])
+    assert reasons["cancelled"].startswith("CancelledError (search_objectives.py:")
+    assert reasons["silent"].startswith("SilentError (search_objectives.py:")
     assert "the value of lr is trial.params['lr']" in reasons["suggest as in Optuna"]
     outcomes = {trial.params["how"]: trial.outcome for trial in result.trials}
     assert (outcomes["fork"], outcomes["prune as in Optuna"]) == (Outcome.COMPLETE, Outcome.PRUNED)

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from ronde.search.protocol import ParameterValue
@@ -106,6 +107,7 @@ def _parse_parameter(name: str, written: Any) -> BaseDistribution:
 def _parse_choices(name: str, choices: list[Any]) -> CategoricalDistribution:
     if not choices:
         raise ValueError(f"{name}: there are no choices")
+    choices = [_as_plain(choice) for choice in choices]
     for choice in choices:
         if not isinstance(choice, bool | int | float | str | None):
             raise ValueError(f"{name}: a choice is a number, a text, true, false or null; got {choice!r}")
@@ -116,6 +118,7 @@ def _parse_choices(name: str, choices: list[Any]) -> CategoricalDistribution:
 
 def _parse_number(source: str, value: object) -> int | float:
     """Return a number. YAML reads 1e-4 as a text, because it has no point."""
+    value = _as_plain(value)
     if isinstance(value, str):
         try:
             value = float(value)
@@ -124,6 +127,11 @@ def _parse_number(source: str, value: object) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{source} must be a number, got {value!r}")
     return value
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, and anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _parse_value(name: str, distribution: BaseDistribution, value: object) -> ParameterValue:

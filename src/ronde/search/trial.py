@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, Protocol
 
 from ronde.errors import RoundEnded
@@ -99,9 +100,13 @@ class Trial:
 
 
 def _as_step(step: object) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]  # what is none raises
+    except TypeError:
+        number = -1
+    if number < 0:
         raise ValueError(f"the step of a report must be a whole number of at least 0, got {step!r}")
-    return step
+    return number
 
 
 def _as_number(value: Any, what: str) -> float:

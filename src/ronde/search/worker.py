@@ -85,7 +85,7 @@ def _run_trial(
         value = as_result(call(trial, *data))
     except KeyboardInterrupt:
         raise
-    except (Exception, SystemExit) as raised:
+    except BaseException as raised:  # also sys.exit() and what asyncio raises: it ends the trial, not the worker
         if os.getpid() == own_pid:
             reason = describe_error(raised)
             if not is_pruned(raised):
@@ -135,7 +135,10 @@ def load_function(named: Callable[..., Any] | str) -> Callable[..., Any]:
 
 def describe_error(error: BaseException) -> str:
     """Return an error in a line, with the line of the program that has raised it."""
-    text = str(error).strip().splitlines()
+    try:
+        text = str(error).strip().splitlines()
+    except Exception:  # of a user's class
+        text = []
     shown = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     if isinstance(error, SystemExit):
         shown = f"it called sys.exit({error.code!r})"

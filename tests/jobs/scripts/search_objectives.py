@@ -5,6 +5,7 @@ python -m tests.jobs.scripts.search_objectives FOLDER [NUM_WRITES]
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import os
@@ -85,6 +86,13 @@ def wait_for_file(trial: Trial) -> float:
     return 0.0
 
 
+class SilentError(Exception):
+    """Cannot even be printed."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
 def moody(trial: Trial) -> Any:
     """Ends in the way that its parameter says."""
     match trial.params["how"]:
@@ -96,6 +104,10 @@ def moody(trial: Trial) -> Any:
             raise KeyError("no such layer")
         case "exit":
             sys.exit("enough")
+        case "cancelled":
+            raise asyncio.CancelledError  # no Exception, but a BaseException
+        case "silent":
+            raise SilentError
         case "fork":
             if not os.fork():
                 sys.exit("this is a child, and its end is not that of the trial")
@@ -108,7 +120,7 @@ def moody(trial: Trial) -> Any:
         case "report nan":
             trial.report(float("nan"), 0)
         case "late":
-            trial.report(1.0, 3)
+            trial.report(1.0, np.int64(3))  # type: ignore[arg-type]
             trial.report(1.0, 2)
     return 1.0
 
