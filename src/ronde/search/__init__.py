@@ -51,6 +51,12 @@ def __getattr__(name: str) -> object:
     """Load a name when it is used: a worker has no use for Optuna, which takes a second to import."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"ronde.search.{_MODULES[name]}"), name)
+    try:
+        module = importlib.import_module(f"ronde.search.{_MODULES[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "optuna":
+            raise
+        raise ModuleNotFoundError("Optuna is not installed; run: pip install 'ronde[search]'", name="optuna") from None
+    value: object = getattr(module, name)
     globals()[name] = value
     return value
