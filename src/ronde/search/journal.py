@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,9 @@ def _open_locked(path: Path) -> int:
                 raise RondeError(
                     f"another search is running in {path.parent}; wait for its end, or choose another folder"
                 )
-            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
-                return fd
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), path.stat()):
+                    return fd
         except BaseException:
             os.close(fd)
             raise

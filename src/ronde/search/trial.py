@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ronde.errors import RoundEnded
 from ronde.search.protocol import (
@@ -71,14 +71,16 @@ class Trial:
         ranks. Raise TrialPruned then; Optuna's does, too."""
         return self._is_pruned
 
-    def __getattr__(self, name: str) -> Any:
-        # Called for names that a trial does not have.
-        if name.startswith("suggest_"):
-            raise AttributeError(
-                f"a trial of ronde has no {name}(): the space is an argument of run(), or in the job file, and the "
-                "value of lr is trial.params['lr']"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    if not TYPE_CHECKING:  # which would believe that a trial has any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            # Called for names that a trial does not have.
+            if name.startswith("suggest_"):
+                raise AttributeError(
+                    f"a trial of ronde has no {name}(): the space is an argument of run(), or in the job file, and the "
+                    "value of lr is trial.params['lr']"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _await_decision(self, step: int) -> bool:
         while True:

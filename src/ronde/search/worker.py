@@ -41,7 +41,8 @@ LIBRARY_FOLDERS = tuple(
     )
 )
 """An error is said to come from the user's line that has called into these."""
-CATCHABLE_SIGNALS = tuple(sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
+RESTORED_SIGNALS = tuple(sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}))
+"""Without SIGCHLD, whose handler PyTorch's DataLoader sets once for the whole process."""
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 
@@ -83,13 +84,13 @@ def _run_trial(
     value, error, reason = 0.0, None, ""
     try:
         value = as_result(call(trial, *data))
-    except KeyboardInterrupt:
-        raise
     except BaseException as raised:  # also sys.exit() and what asyncio raises: it ends the trial, not the worker
-        if os.getpid() == own_pid:
-            reason = describe_error(raised)
-            if not is_pruned(raised):
-                traceback.print_exception(type(raised), raised, _without_own_frames(raised))
+        is_child = os.getpid() != own_pid
+        if isinstance(raised, KeyboardInterrupt) and not is_child:
+            raise
+        reason = describe_error(raised)
+        if not is_pruned(raised) and not (is_child and isinstance(raised, SystemExit)):
+            traceback.print_exception(type(raised), raised, _without_own_frames(raised))
         error = raised.with_traceback(None)  # its frames hold what the trial has allocated
     if os.getpid() != own_pid:
         # A child that the objective has forked, and that has returned or called sys.exit(): the trial is its parent's.
@@ -170,7 +171,7 @@ class ProcessState:
     def __init__(self) -> None:
         self._cwd = os.getcwd()  # noqa: PTH109  # a text is all that chdir needs
         self._variables = KeptVariables()
-        self._handlers = {number: signal.getsignal(number) for number in CATCHABLE_SIGNALS}
+        self._handlers = {number: signal.getsignal(number) for number in RESTORED_SIGNALS}
         self._timers = {timer: signal.getitimer(timer) for timer in TIMERS}
         self._num_threads: tuple[int, bool] | None = None
         self._default_dtype: Any = None

@@ -116,7 +116,7 @@ def moody(trial: Trial) -> Any:
 
             raise optuna.TrialPruned
         case "suggest as in Optuna":
-            return trial.suggest_float("x", 0, 1)
+            return trial.suggest_float("x", 0, 1)  # type: ignore[attr-defined]
         case "report nan":
             trial.report(float("nan"), 0)
         case "late":
