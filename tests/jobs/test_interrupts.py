@@ -90,19 +90,26 @@ def test_shutdown_in_a_signal_handler_ends_the_operation_and_the_others_learn_wh
 def test_shutdown_in_a_signal_handler_ends_init_and_the_next_init_is_like_the_first() -> None:
     with start_ranks("interrupts", 2, settings=SETTINGS) as job:
         job.send([0, 1], how="init", action="shut down")
-        at = job.receive(0, "waiting")["at"]
+        job.receive(0, "waiting")
         core = job.coordinator._core
-        attempt = core._connections[0].attempt
+
+        def wait_for_connection(before: object) -> object:
+            """The attempt of rank 0 that is connected, other than the one before."""
+            deadline = Deadline(PATIENCE_S)
+            while 0 not in core._connections or core._connections[0].attempt == before:
+                assert not deadline.expired, "rank 0 has not come"
+                time.sleep(0.01)
+            return core._connections[0].attempt
+
+        attempt = wait_for_connection(None)
+        at = time.monotonic()
         os.kill(job.pids[0], signal.SIGUSR1)
         ended = job.receive(0, "ended")
         assert "shutdown() was called while init() was under way" in ended["error"] and not ended["initialized"]
         assert ended["at"] - at < promised_s(SOON_S)
         # Rank 0 first: a rank that joins while another one has given up is refused.
         job.send([0])
-        deadline = Deadline(PATIENCE_S)
-        while 0 not in core._connections or core._connections[0].attempt == attempt:
-            assert not deadline.expired, "rank 0 has not come back"
-            time.sleep(0.01)
+        wait_for_connection(attempt)
         job.send([1])
         assert [joined["result"] for joined in job.receive_all([0, 1], "joined").values()] == [[2, 2, 2], [2, 2, 2]]
         job.receive_all([0, 1], "over")

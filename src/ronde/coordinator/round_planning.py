@@ -310,17 +310,15 @@ def _can_start(worker: WorkerView) -> bool:
 
 def _find_suspended(workers: Sequence[WorkerView], limits: ElasticLimits, history: RoundHistory) -> tuple[int, ...]:
     """The numbers of the silent workers that somebody waits for. Those that are not in the round are always waited for,
-    and so are all its members when one has left it or was lost: it cannot go on."""
-    num_members = sum(each.stage is WorkerStage.MEMBER for each in workers)
-    is_over = history.is_finished or num_members < history.num_members
-    return tuple(
-        sorted(
-            each.number
-            for each in workers
-            if each.silent_s >= limits.suspend_s
-            and (each.stage is not WorkerStage.MEMBER or each.is_awaited or is_over)
-        )
+    and so are all its members when one has left it, was lost or is left behind: it cannot go on."""
+    silent = [each for each in workers if each.silent_s >= limits.suspend_s]
+    members = [each for each in workers if each.stage is WorkerStage.MEMBER]
+    is_over = (
+        history.is_finished
+        or len(members) < history.num_members
+        or any(each.is_awaited for each in silent if each.stage is WorkerStage.MEMBER)
     )
+    return tuple(sorted(each.number for each in silent if each.stage is not WorkerStage.MEMBER or is_over))
 
 
 def _find_absent(workers: Sequence[WorkerView], limits: ElasticLimits, history: RoundHistory) -> tuple[int, ...]:

@@ -138,8 +138,22 @@ def test_only_workers_that_are_silent_or_away_while_somebody_waits_are_left_behi
     for number in set(plan.left_behind) - set(plan.absent):
         worker = by_number[number]
         assert worker.silent_s >= SUSPEND_S
-        assert worker.is_awaited or worker.stage is not WorkerStage.MEMBER or not is_whole
+        is_awaited = any(each.is_awaited and each.silent_s >= SUSPEND_S for each in members)
+        assert is_awaited or worker.stage is not WorkerStage.MEMBER or not is_whole
     assert not set(plan.left_behind) & {*plan.members, *plan.workers}
+
+
+def test_members_that_are_silent_are_left_behind_together_with_the_one_that_is_waited_for() -> None:
+    """Without that one the round is over, and nobody would wait for the others any less."""
+    silent = WorkerView(0, WorkerStage.MEMBER, 0, silent_s=SUSPEND_S)
+    awaited = WorkerView(1, WorkerStage.MEMBER, 1, silent_s=SUSPEND_S, is_awaited=True)
+    heard = WorkerView(2, WorkerStage.MEMBER, 2)
+    limits = ElasticLimits(start_ranks=3, suspend_s=SUSPEND_S)
+    history = RoundHistory(is_first=False, num_members=3)
+    assert plan_round([silent, awaited, heard], limits, history).left_behind == (0, 1)
+    assert (
+        plan_round([silent, dataclasses.replace(awaited, is_awaited=False), heard], limits, history).left_behind == ()
+    )
 
 
 @given(cases())

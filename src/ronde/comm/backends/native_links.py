@@ -247,6 +247,8 @@ class NativeLinks:
     ) -> None:
         opening = self._opening[link]
         channel = opening.channel
+        if isinstance(outcome, ConnectFailed):  # ahead of the next line: another thread may ask for the problem now
+            opening.problem = opening.problem or str(outcome)
         del opening.pending[number]
         if not isinstance(outcome, ConnectFailed):
             opening.sockets[number] = outcome
@@ -256,7 +258,6 @@ class NativeLinks:
                 channel.add_link(channel.spec.members.index(link.rank), link.kind, True, sockets)
             return
         if deadline.expired:  # the call that wants the link ends by itself
-            opening.problem = opening.problem or str(outcome)
             return
         self._drop_opening(lambda each: each == link)
         if outcome.is_own_fault:
