@@ -1,7 +1,7 @@
 """A group of warm workers: a small job of the launcher, with as many ranks as a trial has, that runs one trial after
-another. Its driver has a thread of its own; events go to the tuner's queue.
+another. Its driver has a thread of its own; events go to the queue of the search driver.
 
-WorkerGroup runs functions; ScriptGroup (script_group) starts a command for each trial. The tuner knows both as
+WorkerGroup runs functions; ScriptGroup (script_group) starts a command for each trial. The search driver knows both as
 TrialGroup.
 """
 
@@ -77,7 +77,7 @@ class TrialGroup(Protocol):
 
 
 class WorkerGroup:
-    """Warm workers. Its methods are called by the tuner."""
+    """Warm workers. Its methods are called by the search driver."""
 
     def __init__(self, index: int, job: Job, folder: Path, post: Callable[[GroupEvent], None]) -> None:
         self._index = index
@@ -88,8 +88,8 @@ class WorkerGroup:
         self._thread: threading.Thread | None = None
 
     def start(self, incarnation: int) -> None:
+        self._output.end_trial()  # before the launcher says that it ends the former ranks
         self._kill("the group is started again")
-        self._output.end_trial()
 
         def on_message(rank: int, data: bytes) -> None:
             self._post(WorkerEvent(self._index, incarnation, rank, decode_for_driver(data)))
@@ -102,7 +102,7 @@ class WorkerGroup:
                 reason = describe_loss(result)
                 if result.summary:
                     self._output.print_message(result.summary)
-            except Exception as error:  # the edge of the thread: the tuner has to know
+            except Exception as error:  # the edge of the thread: the search driver has to know
                 reason = f"{type(error).__name__}: {error}"
             self._post(GroupLost(self._index, incarnation, reason))
 
