@@ -5,8 +5,9 @@ fail while replicas are killed.
 
 Both serve the same model (a multilayer perceptron) with one thread per process, to the same clients: wrk for throughput
 and for one client at a time; for the latency at 70 % of what a client of our own can get out of it, one that sends at
-random moments whether or not the replies have come, so that a slow reply is not hidden by fewer requests. The service
-has a front and two replicas, and the application as many workers as that are processes, and for comparison as many as
+random moments whether or not the replies have come, so that a slow reply is not hidden by fewer requests
+(`sent_late_p99_ms` is what of the 99th percentile may be that client's own: it shares the cores). The service has a
+front and two replicas, and the application as many workers as that are processes, and for comparison as many as
 replicas. Rounds take turns, and the median counts. At last a replica is killed every few seconds, under the load of wrk
 and of Triton's client. Needs wrk.
 """
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
+import gc
 import itertools
 import json
 import math
@@ -24,6 +27,7 @@ import random
 import re
 import signal
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -42,6 +46,9 @@ from ronde.net.addresses import find_free_ports
 
 PATH = "/v2/models/mlp/infer"
 START_S = 60.0
+TFD_TIMER_ABSTIME = 1
+NUM_OPEN = 64
+"""Connections that a client has before it begins to count."""
 TOKEN = "a-token-for-the-benchmark-only"
 
 
@@ -203,10 +210,40 @@ async def find_capacity(port: int, connections: int, seconds: float) -> float:
     return count / seconds
 
 
-async def send_at_random_moments(port: int, rate: float, seconds: float, seed: int) -> list[float]:
-    """Latencies in milliseconds of requests that come by chance, `rate` a second: from when each should be sent."""
+class ExactTimer:
+    """Wakes a coroutine at a time of time.perf_counter(), by a timerfd: timers of event loops count milliseconds, and
+    would send the requests of a millisecond together."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None, use_errno=True)
+        self._descriptor = self._library.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        self._waiter: asyncio.Future[None] | None = None
+        asyncio.get_running_loop().add_reader(self._descriptor, self._on_expired)
+
+    def _on_expired(self) -> None:
+        os.read(self._descriptor, 8)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait_until(self, due_s: float) -> None:
+        seconds, fraction = divmod(due_s, 1.0)
+        value = struct.pack("qqqq", 0, 0, int(seconds), max(1, int(1e9 * fraction)))
+        self._waiter = asyncio.get_running_loop().create_future()
+        if self._library.timerfd_settime(self._descriptor, TFD_TIMER_ABSTIME, value, None):
+            raise OSError(ctypes.get_errno(), "timerfd_settime")
+        await self._waiter
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+
+
+async def send_at_random_moments(port: int, rate: float, seconds: float, seed: int) -> tuple[list[float], list[float]]:
+    """Latencies in milliseconds of requests that come by chance, `rate` a second: from when each should be sent. And
+    how much later than that each was sent: what of the latencies is the client's own."""
     request, loop, chance = make_request(), asyncio.get_running_loop(), random.Random(seed)
     latencies: list[float] = []
+    late: list[float] = []
     idle: list[Connection] = []
     num_reply_bytes = await measure_reply(port)
 
@@ -216,27 +253,38 @@ async def send_at_random_moments(port: int, rate: float, seconds: float, seed: i
             idle.append(connection)
 
     opened = []
-    num_sent = 0
+
+    async def connect() -> None:
+        transport, connection = await loop.create_connection(
+            lambda: Connection(num_reply_bytes, on_reply), "127.0.0.1", port
+        )
+        opened.append(transport)
+        idle.append(connection)
+
+    for _ in range(NUM_OPEN):
+        await connect()
+    timer = ExactTimer()
+    gc.collect()
+    gc.disable()  # nothing here is in a cycle
     due_s = time.perf_counter()
     end_s = due_s + seconds
     while due_s < end_s:
         due_s += chance.expovariate(rate)
-        delay_s = due_s - time.perf_counter()
-        if delay_s > 0:
-            await asyncio.sleep(delay_s)
+        if due_s > time.perf_counter():
+            await timer.wait_until(due_s)
+        elif not len(late) % 32:
+            await asyncio.sleep(0)  # replies are read also when requests are late
         if not idle:
-            transport, connection = await loop.create_connection(
-                lambda: Connection(num_reply_bytes, on_reply), "127.0.0.1", port
-            )
-            opened.append(transport)
-            idle.append(connection)
+            await connect()
+        late.append(1000 * (time.perf_counter() - due_s))
         idle.pop().ask(request, due_s)
-        num_sent += 1
-    while len(latencies) < num_sent:
+    while len(latencies) < len(late):
         await asyncio.sleep(0.01)
+    gc.enable()
+    timer.close()
     for transport in opened:
         transport.close()
-    return latencies
+    return latencies, late
 
 
 def run_in_loop(main: Any) -> Any:
@@ -258,13 +306,14 @@ def measure(folder: Path, port: int, seconds: float, connections: int, seed: int
     alone = run_wrk(folder, port, 1, seconds / 2)
     many = run_wrk(folder, port, connections, seconds)
     capacity = run_in_loop(find_capacity(port, connections, seconds / 2))
-    latencies = run_in_loop(send_at_random_moments(port, 0.7 * capacity, seconds, seed))
+    latencies, late = run_in_loop(send_at_random_moments(port, 0.7 * capacity, seconds, seed))
     return {
         "rate": many["rate"],
         "load": 0.7 * capacity,
         "alone_p50_ms": alone["p50_ms"],
         "load_p50_ms": percentile(latencies, 0.5),
         "load_p99_ms": percentile(latencies, 0.99),
+        "sent_late_p99_ms": percentile(late, 0.99),
         "failures": alone["failures"] + many["failures"] + latencies.count(math.inf),
     }
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,10 +36,26 @@ def run_shell(folder: Path, text: str) -> str:
     return done.stdout
 
 
+def test_the_photo_handler_of_the_guide_answers(tmp_path: Path) -> None:
+    _, _, start, ask = blocks(SERVING, "sh")
+    shutil.copytree(
+        ROOT / "examples/serving", tmp_path / "examples/serving", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    path = f"PATH={PROGRAMS}:{os.environ['PATH']}"
+    # The shell becomes the service, so that it can be told to end.
+    text = start.replace("/tmp/", f"{tmp_path}/").replace("ronde serve", "exec ronde serve").rstrip() + " --port 0"
+    with serving(tmp_path, command=["env", path, "bash", "-ec", text]) as service:
+        text = ask.replace("/tmp/", f"{tmp_path}/").replace("localhost:8000", f"localhost:{service.port}")
+        found = {
+            each["name"]: each["data"] for each in json.loads(run_shell(tmp_path, f"TOKEN={TOKEN}\n{text}"))["outputs"]
+        }
+    assert found["label"] == ["red"] and 0.9 < found["probability"][0] <= 1
+
+
 def test_a_newcomer_gets_from_a_network_to_served_predictions_with_the_guides_alone(tmp_path: Path) -> None:
-    (python,) = blocks(EXPORT, "python")
+    python, _ = blocks(EXPORT, "python")  # the second is of JAX: tests/jobs/test_export.py
     (tmp_path / "mymodels.py").write_text(python, encoding="utf-8")
-    (shell,) = blocks(EXPORT, "sh")
+    shell, _ = blocks(EXPORT, "sh")
     assert "models/net: onnx, differs from the original by at most" in run_shell(tmp_path, shell)
     (section,) = blocks(EXPORT, "yaml")
     (tmp_path / "export.yaml").write_text(section, encoding="utf-8")
@@ -53,7 +70,7 @@ def test_a_newcomer_gets_from_a_network_to_served_predictions_with_the_guides_al
     (tmp_path / "job.yaml").write_text(section, encoding="utf-8")
     assert "scores.csv: 3 rows" in run_shell(tmp_path, "ronde predict job.yaml")  # it is done already
 
-    start, curl, _handler = blocks(SERVING, "sh")  # tests/jobs/test_serve.py asks the handler of the example
+    start, curl, _, _ = blocks(SERVING, "sh")
     (section,) = blocks(SERVING, "yaml")
     (tmp_path / "serve.yaml").write_text(section, encoding="utf-8")
     assert read_section(str(tmp_path / "serve.yaml"), "serve", ServeOptions).model == "models/net"

@@ -10,6 +10,7 @@ import pytest
 
 from ronde.serve.model import load_model, load_model_folder
 from tests.commands import ROOT, run_command
+from tests.jobs.test_readme import blocks
 from tests.limits import LONG_S, LONG_TEST_S
 from tests.services import needs
 
@@ -34,6 +35,12 @@ def make():
     )
 
 
+def make_dict():
+    inputs = {"x": keras.Input((4,), name="x"), "second": keras.Input((2,), name="second")}
+    joined = keras.layers.Concatenate()([inputs["x"], inputs["second"]])
+    return keras.Model(inputs, {"scores": keras.layers.Dense(3)(joined)})
+
+
 class Module(tf.Module):
     def __init__(self):
         super().__init__()
@@ -47,10 +54,12 @@ if __name__ == "__main__":
     keras.utils.set_random_seed(1)
     model = make()
     model.save("model.keras")
-    model.save_weights("model.weights.h5")
     x = np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 4)
     np.save("x.npy", x)
     np.save("y.npy", keras.ops.convert_to_numpy(model(x)))
+    model = make_dict()
+    model.save_weights("dict.weights.h5")
+    np.save("dict_y.npy", keras.ops.convert_to_numpy(model({"x": x, "second": x[:, :2]})["scores"]))
     keras.Sequential([keras.Input((4,), name="x"), keras.layers.Lambda(lambda x: x + 1)]).save("lambda.keras")
     module = Module()
     module.w.assign(np.arange(12, dtype=np.float32).reshape(4, 3) / 10)
@@ -71,25 +80,34 @@ def environment(backend: str) -> dict[str, str]:
     return {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize(("backend", "checkpoint"), [("tensorflow", "model.keras"), ("torch", "model.weights.h5")])
-def test_a_model_of_keras_becomes_onnx(project: Path, backend: str, checkpoint: str) -> None:
-    factory = ["--model", "models:make"] if checkpoint.endswith(".h5") else []
-    words = [
-        RONDE,
-        "export",
-        checkpoint,
-        *factory,
-        "--example-input",
-        "x=float32:1x4",
-        "--output",
-        backend,
-    ]
-    done = run_command([*words, "--outputs", "scores"], cwd=project, env=environment(backend), limit_s=LONG_S)
+@pytest.mark.parametrize(("backend", "is_dict"), [("tensorflow", False), ("torch", True)])
+def test_a_model_of_keras_becomes_onnx(project: Path, backend: str, is_dict: bool) -> None:
+    """From a whole file, and from weights of a model that takes a dict, in an order other than that of its keys."""
+    words = ["model.keras", "--outputs", "scores"]
+    if is_dict:
+        words = ["dict.weights.h5", "--model", "models:make_dict"]
+    words += ["--example-input", "x=float32:1x4"]
+    if is_dict:
+        words += ["--example-input", "second=float32:1x2"]
+    command = [RONDE, "export", *words, "--output", backend]
+    done = run_command(command, cwd=project, env=environment(backend), limit_s=LONG_S)
     assert done.returncode == 0, done.stderr
     model = load_model(project / backend)
     assert model.metadata.made_by["backend"] == backend
-    scores = model.predict({"x": np.load(project / "x.npy")})["scores"]
-    np.testing.assert_allclose(scores, np.load(project / "y.npy"), rtol=1e-4, atol=1e-5)
+    x = np.load(project / "x.npy")
+    inputs = {"x": x, "second": np.ascontiguousarray(x[:, :2])} if is_dict else {"x": x}
+    expected = np.load(project / ("dict_y.npy" if is_dict else "y.npy"))
+    np.testing.assert_allclose(model.predict(inputs)["scores"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_function_of_jax_in_the_guide_is_exported(tmp_path: Path) -> None:
+    guide = (ROOT / "docs/guides/export.md").read_text(encoding="utf-8")
+    (tmp_path / "jaxmodels.py").write_text(blocks(guide, "python")[1], encoding="utf-8")
+    env = {**environment("jax"), "PATH": f"{Path(RONDE).parent}:{os.environ['PATH']}"}
+    done = run_command(["bash", "-ec", blocks(guide, "sh")[1]], cwd=tmp_path, env=env, limit_s=LONG_S)
+    assert done.returncode == 0, done.stderr
+    assert "models/jax: jax, differs from the original by at most 0\n" in done.stdout
+    assert load_model_folder(tmp_path / "models/jax").metadata.made_by["step"] == 1
 
 
 def test_a_module_of_tensorflow_and_what_would_run_code(project: Path) -> None:

@@ -7,11 +7,13 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from ronde.types import Deadline
 from tests.commands import PROGRAMS, run_command
 from tests.jobs.kit import SshHosts
 from tests.limits import LONG_S, LONG_TEST_S, PATIENCE_S
@@ -79,7 +81,7 @@ def test_ranks_that_are_killed_at_random_lose_and_repeat_no_row(project: Path) -
 
 def _is_rank(process: psutil.Process) -> bool:
     try:
-        return "--worker" in process.cmdline()
+        return "function_rank" in " ".join(process.cmdline())
     except psutil.Error:
         return False
 
@@ -114,12 +116,55 @@ def test_a_job_file_says_what_to_predict_and_a_wrong_key_is_named_with_its_line(
     assert "job.yaml, line 6: unknown key 'fromat' in the section 'predict'; did you mean 'format'?" in done.stderr
 
 
-def test_ranks_of_several_hosts_share_the_work(hosts: SshHosts, project: Path) -> None:
+SLOW = """
+import os, time
+from pathlib import Path
+
+def make(row):
+    Path("seen", os.environ["WHO"] + "-" + str(os.getpid())).touch()
+    time.sleep(0.01)
+    return {"x": [float(row[name]) for name in "abcd"]}
+"""
+
+
+def test_ranks_of_several_hosts_share_the_work_and_outlive_a_killed_rank_and_a_lost_host(
+    hosts: SshHosts, project: Path
+) -> None:
+    """The job file is in another folder, and so is the module that it names. It says how hosts are reached in the
+    sections `run` and `predict`; flags say the rest."""
     _, b, c = hosts.addresses
-    write_csv(project / "in.csv", 400, {7: "7,short"})
-    words = ["--model", "model", "--input", "in.csv", "--output", "out.csv", "--columns", "x=a,b,c,d", "--keep", "id"]
-    own = [sys.executable, "-m", "ronde.cli.main", "predict", *words, "--part-rows", "20"]
-    command = hosts.command("-H", f"{b}:1,{c}:1", "--", *own)
-    done = run_command(command, cwd=project, limit_s=LONG_S)
-    assert done.returncode == 0, done.stderr
+    write_csv(project / "in.csv", 400, {7: "7,short,1,2,3,x"})
+    (project / "seen").mkdir()
+    elsewhere = project / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "slow_rows.py").write_text(SLOW)
+    job = {
+        "run": {"ssh_port": hosts.port, "ssh_option": [f"UserKnownHostsFile={hosts.folder / 'known'}"]},
+        "predict": {
+            **{"model": "model", "input": "in.csv", "output": "out.csv", "keep": ["id"], "part_rows": 5},
+            **{"preprocess": "slow_rows:make", "ssh_option": ["IdentitiesOnly=yes"], "env": {"WHO": "rank"}},
+        },
+    }
+    (elsewhere / "job.yaml").write_text(json.dumps(job))
+    flags = ["-H", f"{b}:1,{c}:1", "--ssh-identity", str(hosts.folder / "user"), "--ssh-start-s", str(PATIENCE_S)]
+    command = [*hosts.exec(0), sys.executable, "-m", "ronde.cli.main", "predict", str(elsewhere / "job.yaml"), *flags]
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+
+        def wait_for_parts(number: int) -> None:
+            deadline = Deadline(LONG_S)
+            while process.poll() is None and len(list((project / "out.csv.work").glob("part-*.json"))) < number:
+                assert not deadline.expired
+                time.sleep(0.02)
+
+        wait_for_parts(10)
+        killed = [each for each in hosts.processes(1) if _is_rank(each)]
+        for each in killed:
+            each.kill()
+        wait_for_parts(30)
+        hosts.hang_up(2)
+        printed, complaints = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0, complaints
+    assert killed and "out.csv: 399 rows" in printed, complaints
     check_output(project, 400, {7})
+    assert len(list((project / "seen").glob("rank-*"))) >= 3  # two ranks, and at least one in place of the killed ones
+    hosts.await_nothing_left()

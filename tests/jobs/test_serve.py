@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
 import io
 import json
 import shutil
@@ -20,7 +21,7 @@ from PIL import Image
 from tests.commands import ROOT, output_of
 from tests.jobs.kit import SshHosts
 from tests.jobs.service import TOKEN, RunningService, serving
-from tests.limits import LONG_TEST_S
+from tests.limits import LONG_TEST_S, PATIENCE_S
 
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
 EXAMPLE = ROOT / "examples/serving"
@@ -226,19 +227,41 @@ def test_a_request_that_kills_replicas_is_set_aside_and_never_takes_all(service:
     service.wait_until(lambda: service.metric("replicas_ready") == 2)
 
 
-def test_a_full_queue_refuses_with_503_and_the_rest_is_answered(service: RunningService, project: Path) -> None:
+def test_a_full_queue_refuses_with_503_and_predicts_only_what_somebody_waits_for(
+    service: RunningService, project: Path
+) -> None:
     service.wait_until(lambda: service.metric("replicas_ready") == 2)
+    before = service.metric("batch_rows_sum")
     with concurrent.futures.ThreadPoolExecutor(140) as pool:
-        first = [pool.submit(service.ask, INFER, *body(103)) for _ in range(2)]
+        first = []
+        for number in (1, 2):  # one after the other, so that each blocks a replica
+            first.append(pool.submit(service.ask, INFER, *body(103)))
+            service.wait_until(lambda number=number: service.metric("requests_sent") == number)
         service.wait_until((project / "waiting").exists)
-        others = [pool.submit(service.ask, INFER, *body(1)) for _ in range(138)]
+        leaving = [http.client.HTTPConnection("127.0.0.1", service.port, timeout=PATIENCE_S) for _ in range(30)]
+        data, headers = body(*[7] * 8)  # each is a whole batch, and more than is read at a time
+        for client in leaving:
+            client.request("POST", INFER, data, {"Authorization": f"Bearer {TOKEN}", **headers})
+        # Behind those that are predicted, each replica has one more.
+        service.wait_until(lambda: (service.metric("requests_sent"), service.metric("requests_waiting")) == (4, 28))
+        for client in leaving:
+            client.close()
+        service.wait_until(lambda: service.metric("requests_waiting") == 0)
+        orders = range(1000, 1138)
+        others = [pool.submit(service.ask, INFER, *body(order)) for order in orders]
         service.wait_until(lambda: any(each.done() and each.result()[0] == 503 for each in others))
+        assert service.ask("/v2/health/ready")[0] == 200
         (project / "go-on").touch()
         results = [each.result() for each in others]
     assert {each.result()[0] for each in first} == {200}
     assert {status for status, _, _ in results} == {200, 503}
-    for status, _, headers in results:
-        assert status == 200 or int(headers["retry-after"]) >= 1
+    for order, (status, reply, given) in zip(orders, results, strict=True):
+        if status == 200:
+            assert np.allclose(scores(reply), 10 * order, rtol=1e-5)
+        else:
+            assert int(given["retry-after"]) >= 1
+    num_answered = sum(status == 200 for status, _, _ in results)
+    assert service.metric("batch_rows_sum") - before == 2 + 2 * 8 + num_answered
 
 
 @pytest.mark.leaves(reason="the service, which other tests use as well, has other replicas then")

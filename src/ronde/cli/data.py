@@ -88,8 +88,12 @@ def prepare(arguments: Sequence[str]) -> int:
         if not given["input"].endswith((".yaml", ".yml")):
             raise ValueError("give the folder to make, OUT, or a job file that ends with .yaml")
         from ronde.launch.config import read_section
+        from ronde.launch.named_functions import search_modules_beside
 
-        options = read_section(given.pop("input"), "data", PrepareOptions)
+        job_file = given.pop("input")
+        options = read_section(job_file, "data", PrepareOptions)
+        if options.transform or ":" in options.input:
+            search_modules_beside(job_file)
         return msgspec.structs.replace(options, **given)
 
     return _run(parser, lambda: _prepare(make_options(), as_json=as_json))

@@ -62,14 +62,19 @@ def export(arguments: Sequence[str]) -> int:
 
 def _export(given: dict[str, Any], *, as_json: bool) -> None:
     from ronde.launch.config import read_section
+    from ronde.launch.named_functions import search_modules_beside
     from ronde.serve.export import ExportOptions, export_model
 
+    job_file = ""
     if given["checkpoint"].endswith((".yaml", ".yml")):
-        options = msgspec.structs.replace(read_section(given.pop("checkpoint"), "export", ExportOptions), **given)
+        job_file = given.pop("checkpoint")
+        options = msgspec.structs.replace(read_section(job_file, "export", ExportOptions), **given)
     else:
         options = ExportOptions(**{"output": "model", **given})
     if options.to not in ("onnx", "own"):
         raise ValueError(f"--to must be onnx or own, got {options.to!r}")
+    if options.model or options.trust:
+        search_modules_beside(job_file)
     result = export_model(options, on_progress=lambda text: print(text, file=sys.stderr, flush=True))
     metadata = result.folder.metadata
     if as_json:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ronde.cli.arguments import CommandParser, print_error, whole_number
+from ronde.cli.run import add_host_options
 from ronde.errors import RondeError
 from ronde.text import format_compact_number, format_count, format_duration
 
@@ -34,10 +34,11 @@ kept aside with the reason. A run that was killed goes on where it was. A job
 file has the same in its section `predict`. Under `ronde run`, ranks share the
 work."""
 
+PROG = "ronde predict"
 SHOW_S = 2.0
 END_S = 10.0
 """How long ranks may take to end when all rows are predicted."""
-COOLDOWN_S = ("0.2", "5")
+COOLDOWN_S = (0.2, 5.0)
 """For how long the slot of a rank that has died is left alone: the first time, and at most."""
 
 
@@ -49,10 +50,8 @@ def predict(arguments: Sequence[str]) -> int:
     parser.add_flag("--model", metavar="FOLDER", help="Model folder, as `ronde export` makes it.")
     parser.add_flag("--input", metavar="IN", help="Data, in any format that ronde.data reads.")
     parser.add_flag("--output", metavar="OUT", help="File (.parquet, .csv, .jsonl), or folder of parts.")
-    parser.add_flag(
-        "-np", "--num-ranks", dest="num_ranks", metavar="N", type=whole_number, help="Processes. Default: 1."
-    )
-    parser.add_flag("-H", "--hosts", dest="hosts", metavar="HOST:SLOTS,…", help="Hosts, as for `ronde run`.")
+    help = "Processes. Default: all slots of the hosts, or 1."
+    parser.add_flag("-np", "--num-ranks", dest="num_ranks", metavar="N", type=whole_number, help=help)
     parser.add_flag("--format", metavar="FORMAT", help="Of an output folder: parquet (default), csv or jsonl.")
     parser.add_flag("--split", metavar="NAME", help="Split of the input.")
     parser.add_flag("--input-format", metavar="FORMAT", help="Of IN: tar, tfrecord, parquet, csv or images.")
@@ -70,26 +69,27 @@ def predict(arguments: Sequence[str]) -> int:
     help = "Replace what was predicted there from other data or with other settings."
     parser.add_argument("--force", action="store_true", default=None, help=help)
     parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
-    # The options of a rank that this command has started, as JSON.
-    parser.add_argument("--worker", metavar="OPTIONS", help=argparse.SUPPRESS)
+    add_host_options(parser)
     flags = vars(parser.parse(arguments))
-    as_json = flags.pop("json")
+    as_json, job_file = flags.pop("json"), flags.pop("job") or ""
     given = {name: value for name, value in flags.items() if value is not None}
+    return _report_errors(lambda: _predict(_make_options(given, job_file), job_file, as_json=as_json))
+
+
+def _report_errors(carry_out: Callable[[], int]) -> int:
+    """The exit code."""
     try:
-        is_worker = "worker" in given  # a rank that this command has started
-        return _predict(_make_options(given), as_json=as_json, is_worker=is_worker)
+        return carry_out()
     except (ValueError, ModuleNotFoundError) as error:
-        return print_error(parser.prog, error)
+        return print_error(PROG, error)
     except (RondeError, OSError) as error:
-        print_error(parser.prog, error)
+        print_error(PROG, error)
         return 1
 
 
-def _make_options(given: dict[str, Any]) -> PredictOptions:
+def _make_options(given: dict[str, Any], job_file: str) -> PredictOptions:
     from ronde.predict import PredictOptions
 
-    if "worker" in given:
-        return msgspec.json.decode(given["worker"], type=PredictOptions)
     if "columns" in given:
         columns: dict[str, Any] = {}
         for text in given["columns"]:
@@ -98,11 +98,10 @@ def _make_options(given: dict[str, Any]) -> PredictOptions:
                 raise ValueError(f"--columns must be as in x=height,width, got {text!r}")
             columns[name] = fields.split(",") if "," in fields else fields
         given["columns"] = columns
-    job = given.pop("job", "")
-    if job:
+    if job_file:
         from ronde.launch.config import read_section
 
-        return msgspec.structs.replace(read_section(job, "predict", PredictOptions), **given)
+        return msgspec.structs.replace(read_section(job_file, "predict", PredictOptions), **given)
     missing = [name for name in ("model", "input", "output") if name not in given]
     if missing:
         raise ValueError(f"give --{missing[0]}, or a job file")
@@ -111,21 +110,24 @@ def _make_options(given: dict[str, Any]) -> PredictOptions:
     return PredictOptions(**given)
 
 
-def _predict(options: PredictOptions, *, as_json: bool, is_worker: bool) -> int:
+def _predict(options: PredictOptions, job_file: str, *, as_json: bool) -> int:
     from ronde.comm.launchers import detect_launcher
+    from ronde.launch.named_functions import search_modules_beside
     from ronde.predict.plan import name_output
     from ronde.predict.worker import PredictWorker
     from ronde.predict.worker import predict as predict_parts
     from ronde.settings import Settings
 
+    if options.preprocess or options.postprocess:
+        search_modules_beside(job_file)
     settings, launcher, started = Settings.load(), detect_launcher(), time.monotonic()
     place = settings if settings.coordinator else launcher
-    if place is not None and (is_worker or place.size > 1):  # this process is a rank of a job
+    if place is not None and place.size > 1:  # this process is a rank of a job
         if options.force:
             raise ValueError("--force cannot be used by the ranks of a job; give it to `ronde predict -np N`")
-        show = ProgressLine() if place.rank == 0 and not is_worker else (lambda progress: None)
+        show = ProgressLine() if place.rank == 0 else (lambda progress: None)
         shared = predict_parts(options, rank=place.rank % place.size, size=place.size, on_progress=show)
-        if place.rank == 0 and not is_worker:
+        if place.rank == 0:
             _print_result(options, shared, name_output(options), time.monotonic() - started, as_json=as_json)
         return 0
     worker = PredictWorker(options)
@@ -135,10 +137,10 @@ def _predict(options: PredictOptions, *, as_json: bool, is_worker: bool) -> int:
     manifest: PredictManifest | None
     exit_code, line = 0, ProgressLine()
     with contextlib.closing(worker.output):
-        if options.num_ranks == 1 and not options.hosts:
+        if options.num_ranks in (None, 1) and not options.hosts and not options.hostfile:
             manifest = worker.run(line)
         else:
-            exit_code, manifest = _run_ranks(options, worker, line)
+            exit_code, manifest = _run_ranks(options, job_file, worker, line)
     if manifest is None:
         return exit_code or 1
     _print_result(options, manifest, worker.plan.names, time.monotonic() - started, as_json=as_json)
@@ -146,25 +148,26 @@ def _predict(options: PredictOptions, *, as_json: bool, is_worker: bool) -> int:
 
 
 def _run_ranks(
-    options: PredictOptions, worker: PredictWorker, line: ProgressLine
+    options: PredictOptions, job_file: str, worker: PredictWorker, line: ProgressLine
 ) -> tuple[int, PredictManifest | None]:
-    """Start the ranks of an elastic job: those that die are started again, and the others go on. Each is this command
-    without -np. Returns the exit code, and the manifest if all is done."""
-    from ronde.cli.run import parse_arguments
-    from ronde.launch.config import make_launch_config
+    """Start the ranks of an elastic job: those that die are started again, and the others go on. Returns the exit code,
+    and the manifest if all is done."""
+    from dataclasses import replace
+
+    from ronde.launch.config import host_flags, make_launch_config
     from ronde.launch.driver.driver import Driver
+    from ronde.launch.function import FUNCTION_RANK_COMMAND, pickle_call
     from ronde.launch.output.printer import open_standard_printer
 
     complete = worker.output.read_complete()
     if complete is not None:
         return 0, complete
     worker.output.begin()  # what is wrong is said here, once
-    own = msgspec.json.encode(msgspec.structs.replace(options, num_ranks=1, hosts="", force=False)).decode()
-    words = [sys.executable, "-m", "ronde.cli.main", "predict", "--worker", own]
-    where = ["-H", options.hosts] if options.hosts else []
-    number = [] if options.hosts and options.num_ranks == 1 else ["-np", str(options.num_ranks)]
-    flags = [*number, *where, "--min-np", "1", "--cooldown", *COOLDOWN_S]
-    job = make_launch_config(*parse_arguments([*flags, "--", *words])).job
+    flags = {**host_flags(options, job_file), "min_np": 1, "cooldown": COOLDOWN_S}
+    if options.num_ranks is not None:
+        flags["num_ranks"] = options.num_ranks
+    job = make_launch_config(flags, FUNCTION_RANK_COMMAND).job
+    job = replace(job, pickled_call=pickle_call(_run_rank, (options,), {}))
     ended = threading.Event()
     with contextlib.closing(open_standard_printer(job.num_ranks)) as printer:
         driver = Driver(job, printer)
@@ -191,6 +194,19 @@ def _run_ranks(
     if complete is None and result.summary:
         print(result.summary, file=sys.stderr, flush=True)
     return result.exit_code, complete
+
+
+def _run_rank(options: PredictOptions) -> None:
+    """The function of each rank that this command starts."""
+    from ronde.predict.worker import predict as predict_parts
+    from ronde.settings import Settings
+
+    def carry_out() -> int:
+        settings = Settings.load()
+        predict_parts(options, rank=settings.rank % settings.size, size=settings.size)
+        return 0
+
+    sys.exit(_report_errors(carry_out))
 
 
 class ProgressLine:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ronde.cli.arguments import CommandParser, print_error
 from ronde.errors import RondeError
 from ronde.exit_codes import INTERRUPTED_CODE
-from ronde.launch.config import LaunchConfig, LaunchOption, launch_options, make_launch_config
+from ronde.launch.config import HOST_OPTIONS, LaunchConfig, LaunchOption, launch_options, make_launch_config
 
 if TYPE_CHECKING:
     from ronde.launch.driver.host_source import HostSource
@@ -115,6 +115,14 @@ def add_launch_option(parser: argparse._ActionsContainer, option: LaunchOption) 
         metavar = option.metavar or "N"
         nargs = 2 if option.kind == "range" else None
         parser.add_argument(*option.all_flags, dest=option.name, action=action, metavar=metavar, nargs=nargs, help=text)
+
+
+def add_host_options(parser: CommandParser, *more: str) -> None:
+    """Add the flags with which every command says on which hosts its processes run, and these further ones."""
+    group = parser.add_argument_group("As for `ronde run`")
+    for option in launch_options():
+        if option.name in (*HOST_OPTIONS, *more):
+            add_launch_option(group, option)
 
 
 class _RejectRepeated(argparse.Action):

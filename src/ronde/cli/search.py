@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ronde.cli.arguments import CommandParser, number, print_error, whole_number
-from ronde.cli.run import add_launch_option
+from ronde.cli.run import add_host_options
 from ronde.errors import RondeError
 from ronde.exit_codes import INTERRUPTED_CODE
-from ronde.launch.config import explain_wrong_value, launch_options, make_launch_config, read_section
+from ronde.launch.config import HOST_OPTIONS, explain_wrong_value, make_launch_config, read_section
 from ronde.launch.job import Job
+from ronde.launch.named_functions import module_folders
 from ronde.text import format_compact_number, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ DESCRIPTION = """Search for hyper-parameters, as the section `search` of a job f
 The search is kept in a folder (`output` in the file). The same command goes on
 where a search has ended or was killed."""
 
-LAUNCH_OPTIONS = ("hosts", "hostfile", "ssh_port", "ssh_identity", "ssh_option", "ssh_start_s", "python", "env", "cwd")
+LAUNCH_OPTIONS = (*HOST_OPTIONS, "cwd")
 """Options of `ronde run` that a search has, too; in the file they are in the section `run`."""
 MAX_ROWS = 10
 """Trials that have ended in the live table: the best ones."""
@@ -61,10 +62,7 @@ def search(arguments: Sequence[str]) -> int:
     parser.add_flag("--output", metavar="DIR", help="Folder of the search.")
     parser.add_argument("--overwrite", action="store_true", help="Begin anew: remove the search in that folder.")
     parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
-    group = parser.add_argument_group("As for `ronde run`")
-    for option in launch_options():
-        if option.name in LAUNCH_OPTIONS:
-            add_launch_option(group, option)
+    add_host_options(parser, "cwd")
     flags = {name: value for name, value in vars(parser.parse(arguments)).items() if value is not None}
     path, overwrite, as_json = flags.pop("file"), flags.pop("overwrite"), flags.pop("json")
     launch_flags = {name: flags.pop(name) for name in LAUNCH_OPTIONS if name in flags}
@@ -130,8 +128,7 @@ def run_search(
     folder = Path(options.output)
     if overwrite:
         remove_search(folder)
-    folders = [str(Path(job_file).resolve().parent), str(Path.cwd())]
-    with _signals_interrupt(), _paths_first(folders), _show_progress(options.direction) as show:
+    with _signals_interrupt(), _paths_first(module_folders(job_file)), _show_progress(options.direction) as show:
         result = run_trials(options, job, folder, on_status=show)
     report = write_search_report(result, folder / REPORT_NAME, title=f"Search {folder.name}")
     is_good = any(trial.outcome.value == "complete" for trial in result.trials)

@@ -10,6 +10,7 @@ import msgspec
 
 from ronde.cli.arguments import CommandParser, print_error, whole_number
 from ronde.cli.arguments import number as number_type
+from ronde.cli.run import add_host_options
 from ronde.errors import RondeError
 from ronde.exit_codes import INTERRUPTED_CODE
 
@@ -33,7 +34,9 @@ def serve(arguments: Sequence[str]) -> int:
         from ronde.launch.output.printer import open_standard_printer
         from ronde.serve.service import run_service
 
-        run_service(_make_options(given), open_standard_printer, _print_event)
+        path = given["model"]
+        job_file = path if path.endswith((".yaml", ".yml")) else ""
+        run_service(_make_options(given, job_file), open_standard_printer, _print_event, job_file=job_file)
     except (ValueError, ModuleNotFoundError) as error:
         return print_error(parser.prog, error)
     except (RondeError, OSError) as error:
@@ -58,15 +61,6 @@ def _add_flags(parser: CommandParser) -> None:
     add(model, "--handler", "MODULE:CLASS", "Class with preprocess, predict and postprocess.")
     add(model, "--replicas", "N", "Processes that predict. Default: all slots of the hosts, or 1.", type=whole_number)
     add(model, "--threads", "N", "Threads of one replica. Default: the cores, shared by all.", type=whole_number)
-    model.add_argument("-H", "--hosts", metavar="HOST:SLOTS,…", help="Hosts of the replicas. Default: this machine.")
-    add(model, "--hostfile", "FILE", "File of hosts, as for `ronde run`.")
-    add(model, "--ssh-port", "PORT", "Port of the hosts' ssh servers.", type=whole_number)
-    add(model, "--ssh-identity", "FILE", "File of the private key for ssh.")
-    add(model, "--ssh-option", "NAME=VALUE", "Option for ssh. Repeatable.", action="append")
-    add(model, "--python", "PATH", "Python that has ronde, on the other hosts.")
-    model.add_argument(
-        "-x", "--env", metavar="NAME[=VALUE]", action="append", help="Variable for replicas. Repeatable."
-    )
     http = parser.add_argument_group("Clients")
     add(http, "--host", "ADDRESS", "Where to listen; 0.0.0.0 for all addresses. Default: 127.0.0.1.")
     add(http, "--port", "PORT", "Default: 8000; 0 for any free one.", type=int)
@@ -92,18 +86,18 @@ def _add_flags(parser: CommandParser) -> None:
     add(batches, "--drain-s", "S", "At the end, for answering what was asked. Default: 30.", type=seconds)
     help = "At the end, how long to be not ready before connections are refused. Default: 0."
     add(batches, "--drain-delay-s", "S", help, type=seconds)
+    add_host_options(parser)
 
 
-def _make_options(given: dict[str, Any]) -> Any:
+def _make_options(given: dict[str, Any], job_file: str) -> Any:
     from ronde.launch.config import read_section
     from ronde.serve.service import ServeOptions
 
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    path = given["model"]
-    if not path.endswith((".yaml", ".yml")):
+    if not job_file:
         return ServeOptions(**given)
     del given["model"]
-    return msgspec.structs.replace(read_section(path, "serve", ServeOptions), **given)
+    return msgspec.structs.replace(read_section(job_file, "serve", ServeOptions), **given)
 
 
 def _print_event(text: str) -> None:

@@ -27,6 +27,7 @@ from ronde.cli.arguments import CommandParser, print_error
 from ronde.errors import RondeError
 from ronde.exit_codes import INTERRUPTED_CODE, shell_exit_code
 from ronde.launch.config import read_config, read_section, read_sections
+from ronde.launch.named_functions import module_folders
 from ronde.text import format_duration, shorten
 
 DESCRIPTION = """Carry out the sections of a job file: data, search, run, export, predict.
@@ -281,7 +282,7 @@ def _carry_out(
     record = _read_record(file)
     before: list[str] = []
     made: list[str] = []
-    folders = (Path(path).resolve().parent, Path.cwd())
+    folders = [Path(each) for each in module_folders(path)]
     if start is not None:
         names = [step.section for step in steps]
         for name in names[names.index(start) :]:

@@ -126,11 +126,14 @@ def _write(tree: Any, path: Path) -> None:
         np.savez(file, **{TABLE: encoded}, **arrays)  # type: ignore[arg-type]  # NumPy's names are arguments, too
 
 
-def read_tree(tree: Any, file: BinaryIO) -> Any:
-    """Return the tree with the arrays of a checkpoint file. CheckpointError if they do not fit."""
+def read_tree(tree: Any, file: BinaryIO, *, part: str = "") -> Any:
+    """Return the tree with the arrays of a checkpoint file, or of the part of it under this key, field or number.
+    CheckpointError if they do not fit."""
     with np.load(file, allow_pickle=False) as archive:
         table = msgspec.json.decode(archive[TABLE].tobytes(), type=list[SavedLeaf])
         saved = {leaf.path: (str(index), leaf) for index, leaf in enumerate(table)}
+        if part:
+            saved = _choose_part(saved, part)
         places, structure = jax.tree_util.tree_flatten_with_path(tree)
         leaves = []
         for place, leaf in places:
@@ -154,3 +157,13 @@ def read_tree(tree: Any, file: BinaryIO) -> Any:
         if saved:
             raise CheckpointError(f"it has {', '.join(saved)}, which the tree has not")
     return jax.tree.unflatten(structure, leaves)
+
+
+def _choose_part(saved: dict[str, tuple[str, SavedLeaf]], part: str) -> dict[str, tuple[str, SavedLeaf]]:
+    """The leaves below a key of a dict, a field of an object or a place in a tuple, by the rest of their paths."""
+    for prefix in (f"[{part!r}]", f".{part}", f"[{part}]"):
+        found = {path.removeprefix(prefix): leaf for path, leaf in saved.items() if path.startswith(prefix)}
+        chosen = {rest: leaf for rest, leaf in found.items() if not rest or rest[0] in ".["}
+        if chosen:
+            return chosen
+    raise CheckpointError(f"it has no part {part!r}; it has {', '.join(saved) or 'nothing'}")

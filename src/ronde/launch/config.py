@@ -260,6 +260,45 @@ def make_launch_config(
     )
 
 
+class HostOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """On which hosts the processes of a command run, and how these are reached: keys of its section, which mean what
+    they mean for `ronde run`."""
+
+    hosts: Any = None
+    """As in host1:2,host2:4. Default: this machine."""
+    hostfile: str = ""
+    """File of hosts, instead of `hosts`."""
+    ssh_port: int | None = None
+    ssh_identity: str = ""
+    """File of the private key for ssh."""
+    ssh_option: tuple[str, ...] = ()
+    """As in StrictHostKeyChecking=no."""
+    ssh_start_s: float | None = None
+    """How long a host may take to answer."""
+    python: str = ""
+    """Python that has ronde, on the other hosts. Default: the path of this one."""
+    env: dict[str, Any] | tuple[str, ...] = ()
+    """Variables for the processes, as NAME=VALUE."""
+
+
+HOST_OPTIONS = HostOptions.__struct_fields__
+"""Names of launch options that every command with processes of its own has."""
+
+
+def host_flags(options: HostOptions, job_file: str = "") -> dict[str, Any]:
+    """The flags for make_launch_config() that these options stand for. How hosts are reached, and variables, may also
+    be in the section `run` of the job file; which hosts may not. ValueError names a wrong key."""
+    run = read_config(job_file) if job_file else {}
+    known = {name: run[name] for name in ("ssh_port", "ssh_identity", "ssh_start_s", "python") if name in run}
+    own = {name: value for name in HOST_OPTIONS if (value := getattr(options, name)) not in (None, "", ())}
+    flags: dict[str, Any] = {**known, **own}
+    own_env = own.get("env", ())
+    own_env = _read_key("env", "env", own_env) if isinstance(own_env, dict) else own_env
+    flags["env"] = [*(text for text, _ in run.get("env", ())), *own_env]  # of two, the last counts
+    flags["ssh_option"] = [*own.get("ssh_option", ()), *run.get("ssh_option", ())]  # of two, ssh takes the first
+    return {name: value for name, value in flags.items() if value != []}
+
+
 _SSH_FIELDS = {"ssh_port": "port", "ssh_identity": "identity", "ssh_start_s": "start_s", "ssh_option": "options"}
 _JOB_FIELDS = {
     **{name: name for name in ("command", "python", "settings", "bind", "name")},

@@ -52,6 +52,8 @@ MAX_DISCARDED_BYTES, DISCARD_S = 64_000_000, 2.0
 WRITE_STALL_S = 30.0
 """A client that reads nothing of its reply for so long is cut off."""
 BACKLOG = 2048
+CLIENT_EXTENSION, BODY_EXTENSION = "ronde.client", "ronde.has_body"
+"""Of the scope of a request: its ClientConnection, and whether all of its body has come."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
 ENCODINGS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """What a body may be compressed with, and zlib's number for it."""
@@ -225,6 +227,21 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return found[0] if found else None
 
 
+class ClientConnection:
+    """The connection of a client, for those who answer its requests, one after the other."""
+
+    def __init__(self) -> None:
+        self.on_leave: Callable[[], None] | None = None
+        """Called when the client closes the connection before it has its reply. (To wait for the message
+        `http.disconnect` would take a task for each request.)"""
+
+
+def client_of(scope: Scope) -> ClientConnection:
+    """The connection of a request."""
+    client: ClientConnection = scope["extensions"][CLIENT_EXTENSION]
+    return client
+
+
 class BodyBudget:
     """How many bytes of bodies are held at a time, in all requests together."""
 
@@ -318,25 +335,30 @@ class RequestBody:
         self._num_taken += num_bytes
 
     async def _receive_all(self, length: int | None) -> bytes:
+        if self._scope["extensions"].get(BODY_EXTENSION):  # most are here before anybody asks, and need no timer
+            return await self._receive_parts(length)
         timeout_s = self._options.body_timeout_s
         timeout_s += (self._options.max_body_bytes if length is None else length) / MIN_BODY_BYTES_PER_S
-        parts: list[bytes] = []
         with _cancelled_after(timeout_s) as has_expired:
             try:
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ConnectionError("the client has left")
-                    part: bytes = message.get("body", b"")
-                    if length is None and part:
-                        self._take(len(part))
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
+                return await self._receive_parts(length)
             except asyncio.CancelledError:
                 if not has_expired():
                     raise
                 raise RequestError(408, f"the body did not come within {timeout_s:.0f} s", close=True) from None
+
+    async def _receive_parts(self, length: int | None) -> bytes:
+        parts: list[bytes] = []
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionError("the client has left")
+            part: bytes = message.get("body", b"")
+            if length is None and part:
+                self._take(len(part))
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _decompress(self, data: bytes, encoding: bytes) -> bytes:
         if encoding not in ENCODINGS:
@@ -514,6 +536,7 @@ def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
             self._header_timer: asyncio.TimerHandle | None = None
             self._stall_timer: asyncio.TimerHandle | None = None
             self._reply_transport: _ReplyTransport
+            self._client = ClientConnection()
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
             super().connection_made(transport)
@@ -525,6 +548,8 @@ def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
                 self._start_header_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            if self._client.on_leave is not None:
+                self._client.on_leave()
             for timer in (self._header_timer, self._stall_timer, self.timeout_keep_alive_task):
                 if timer is not None:
                     timer.cancel()
@@ -550,7 +575,14 @@ def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
             if self._header_timer is not None:
                 self._header_timer.cancel()
                 self._header_timer = None
+            self.scope["extensions"] = {CLIENT_EXTENSION: self._client}
             super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self.scope["extensions"][BODY_EXTENSION] = True
+            if not self.pipeline:  # uvicorn stops reading in large bodies, and would not see that the client leaves
+                self.flow.resume_reading()
 
         def on_response_complete(self) -> None:
             self._reply_transport.flush()

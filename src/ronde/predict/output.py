@@ -34,6 +34,8 @@ from ronde.predict.plan import (
 from ronde.predict.rows import join_parts
 
 MAX_MANIFEST_BYTES = 1 << 30
+WORKING_BYTE = 1 << 40
+"""Of the file of claims, behind those of all parts: every process at work holds a lock on it."""
 
 
 class OutputFolder:
@@ -61,6 +63,8 @@ class OutputFolder:
         """Write down what the work depends on, or compare it. DataError if it has changed. Every rank calls it."""
         name = f"{self.plan.names.work}/plan.json"
         data = msgspec.json.encode(self.plan)
+        if self._local is not None:
+            self._announce()
         try:
             found = read_file(self._folder, name, limit_bytes=MAX_MANIFEST_BYTES)
         except (DataError, FileNotFoundError):
@@ -72,7 +76,39 @@ class OutputFolder:
             before = msgspec.json.decode(found, type=PredictPlan)
         except msgspec.MsgspecError:
             raise DataError(f"{self.plan.names.folder}/{name} is damaged; remove {self.plan.names.work}") from None
-        self._refuse_change(describe_change(before.fingerprints, self.plan.fingerprints), "has unfinished predictions")
+        changed = describe_change(before.fingerprints, self.plan.fingerprints)
+        if changed and not self._replace_plan(name, data):
+            self._refuse_change(changed, "has unfinished predictions")
+
+    def _replace_plan(self, name: str, data: bytes) -> bool:
+        """Replace the plan of a run that has ended before anything was predicted, as far as files and locks tell.
+        Return whether it was one."""
+        if self._local is None:
+            return False
+        # In an output folder, parts are there before their entries.
+        folders = [self._local] if self.plan.names.file else [self._local, self._local.parent]
+        if any(path.name.startswith("part-") for folder in folders for path in folder.iterdir()):
+            return False
+        try:
+            fcntl.lockf(self._open_claims(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another process is at work, or there are no locks
+            return False
+        self._folder.write(name, data)
+        self._announce()  # in place of that lock
+        return True
+
+    def _announce(self) -> None:
+        """Tell others that this process is at work, as long as it lives."""
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.lockf(self._open_claims(), fcntl.LOCK_UN)
+            fcntl.lockf(self._open_claims(), fcntl.LOCK_SH | fcntl.LOCK_NB, 1, WORKING_BYTE)
+
+    def _open_claims(self) -> int:
+        assert self._local is not None
+        if self._claims is None:
+            self._local.mkdir(parents=True, exist_ok=True)
+            self._claims = os.open(self._local / "claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return self._claims
 
     def _has_nothing(self) -> bool:
         with contextlib.suppress(DataError):
@@ -133,11 +169,8 @@ class OutputFolder:
         """Try to claim a part: False if another process has it. Where there are no locks, always True."""
         if self._local is None:
             return True
-        if self._claims is None:
-            self._local.mkdir(parents=True, exist_ok=True)
-            self._claims = os.open(self._local / "claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
+            fcntl.lockf(self._open_claims(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
         except (BlockingIOError, PermissionError):
             return False
         except OSError:  # a file system without locks
@@ -239,9 +272,9 @@ def read_manifest_at(folder: DataFolder, name: str) -> PredictManifest | None:
     try:
         manifest = msgspec.json.decode(data, type=PredictManifest)
     except msgspec.MsgspecError as error:
-        raise DataError(f"{folder.url}/{name} is damaged or no manifest of ronde: {error}") from None
+        raise DataError(f"{folder.where(name)} is damaged or no manifest of ronde: {error}") from None
     if manifest.format != MANIFEST_FORMAT:
-        raise DataError(f"{folder.url}/{name} is no manifest of predictions")
+        raise DataError(f"{folder.where(name)} is no manifest of predictions")
     return manifest
 
 

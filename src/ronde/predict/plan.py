@@ -25,6 +25,7 @@ from ronde.data.dataset import open_dataset
 from ronde.data.preparation import hash_source
 from ronde.data.shards import BlockReader
 from ronde.errors import DataError
+from ronde.launch.config import HOST_OPTIONS, HostOptions
 from ronde.serve.model import ModelFolder, load_model_folder
 
 MANIFEST_FORMAT = "ronde-predictions"
@@ -35,8 +36,9 @@ MAX_PART_ROWS = 65536
 FORMATS = ("parquet", "csv", "jsonl")
 
 
-class PredictOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to predict, and how: the section `predict` of a job file."""
+class PredictOptions(HostOptions, frozen=True, kw_only=True):
+    """What to predict, and how: the section `predict` of a job file. Its further keys `hosts`, `hostfile`, `ssh_port`,
+    `ssh_identity`, `ssh_option`, `ssh_start_s`, `python` and `env` are those of `ronde run`."""
 
     model: str
     """Model folder, as `ronde export` makes it."""
@@ -50,9 +52,9 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A split of the input. By default `train`, or the only one, of prepared data."""
     input_format: str | None = None
     """Of the input, if it cannot be known by its names."""
-    columns: dict[str, list[str] | str] = {}
+    columns: dict[str, list[str] | str] = {}  # noqa: RUF012  # copied by msgspec
     """By the name of a model's input, the field or fields of a row it is made of. By default the field of that name."""
-    keep: list[str] = []
+    keep: list[str] = []  # noqa: RUF012  # copied by msgspec
     """Fields of the input that are copied to the output."""
     preprocess: str = ""
     """`module:function`. It gets a row, a dict, and returns the model's inputs for it, by name."""
@@ -64,10 +66,8 @@ class PredictOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Rows of a part. By default so many that there are about 128 parts."""
     threads: int = 1
     """Of the model, in each rank."""
-    num_ranks: int = 1
-    """Processes of this machine, or of `hosts`."""
-    hosts: str = ""
-    """As in host1:2,host2:4."""
+    num_ranks: int | None = None
+    """Processes. Default: all slots of the hosts, or 1."""
     trust: bool = False
     """Load pickles of the input: they may run code."""
     force: bool = False
@@ -188,7 +188,8 @@ def order_parts(num_parts: int, rank: int, size: int) -> list[int]:
 def make_plan(options: PredictOptions) -> tuple[PredictPlan, BlockReader, ModelFolder]:
     """Look at input and model. ValueError, DataError or ModelError if they cannot be used."""
     names = name_output(options)
-    if options.batch_size < 1 or options.threads < 1 or (options.part_rows or 1) < 1 or options.num_ranks < 1:
+    counts = (options.batch_size, options.threads, options.part_rows, options.num_ranks)
+    if any(each is not None and each < 1 for each in counts):
         raise ValueError("batch_size, part_rows, threads and num_ranks must be at least 1")
     model = load_model_folder(options.model)
     needs_pixels = any(name not in options.columns for name in model.metadata.preprocessing)
@@ -220,7 +221,7 @@ def fingerprint_input(reader: BlockReader) -> str:
 
 def fingerprint_settings(options: PredictOptions, names: OutputNames) -> str:
     """Changes when an option or function does that the predictions depend on."""
-    left_out = ("model", "input", "output", "threads", "num_ranks", "hosts", "force", "trust", "format")
+    left_out = ("model", "input", "output", "threads", "num_ranks", "force", "trust", "format", *HOST_OPTIONS)
     chosen: dict[str, Any] = {
         name: value for name, value in msgspec.to_builtins(options).items() if name not in left_out
     }

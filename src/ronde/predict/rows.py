@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from ronde.comm.buffers import Array
-from ronde.data.preparation import load_function
 from ronde.data.samples import KEY, Sample, decode_image
 from ronde.data.shards import BlockReader, OpenBlock
 from ronde.errors import DataError, ModelError
+from ronde.launch.named_functions import load_function
 from ronde.predict.plan import PartRange, PredictOptions
 from ronde.serve.model import ImagePreprocessing, OnnxModel, TensorInfo
 from ronde.text import shorten

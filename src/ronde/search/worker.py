@@ -4,7 +4,6 @@ changed is put back between trials. Started by worker_group as the function of a
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 
 from ronde.errors import RoundEnded
 from ronde.launch.environment import KeptVariables
+from ronde.launch.named_functions import load_function
 from ronde.launch.rank_messages import MessagePipes
 from ronde.search.protocol import (
     Outcome,
@@ -54,8 +54,9 @@ def run_worker(
     pipes = MessagePipes()
     rank, own_pid = Settings.load().rank, os.getpid()
     try:
-        call = load_function(objective)
-        data = () if setup is None else (load_function(setup)(),)
+        call = load_function(objective) if isinstance(objective, str) else objective
+        make_data = load_function(setup) if isinstance(setup, str) else setup
+        data = () if make_data is None else (make_data(),)
     except Exception as error:  # whatever a user's module or setup raises
         traceback.print_exc()
         pipes.send(encode_message(WorkerFailed(describe_error(error))))
@@ -111,27 +112,6 @@ def is_pruned(error: BaseException) -> bool:
         return True
     exceptions = sys.modules.get("optuna.exceptions")
     return exceptions is not None and isinstance(error, exceptions.TrialPruned)
-
-
-def load_function(named: Callable[..., Any] | str) -> Callable[..., Any]:
-    """Return the function that `module:function` names."""
-    if not isinstance(named, str):
-        return named
-    module, colon, name = named.partition(":")
-    if not colon or not module or not name:
-        raise ValueError(f"{named!r} names no function; write module:function, as in train:objective")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name not in (module, module.partition(".")[0]):
-            raise
-        raise ValueError(
-            f"{named!r}: there is no module {error.name!r} beside the job file or in {Path.cwd()}"
-        ) from None
-    function = getattr(found, name, None)
-    if not callable(function):
-        raise ValueError(f"{named!r}: the module {module} has no function {name}")
-    return function  # type: ignore[no-any-return]  # a user's
 
 
 def describe_error(error: BaseException) -> str:

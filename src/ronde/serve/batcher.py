@@ -10,6 +10,8 @@ When a replica dies, what it had is predicted by others. If the death may be the
 suspects: each is tried once more, alone, one at a time in the whole service, and not on the last replica that is left.
 So one that kills every replica it meets costs two of them, and never all.
 
+A request whose client leaves while it waits is not predicted.
+
     request    WAITING ──► SENT ──► done
                   ▲          │ its replica died, by somebody else's fault: at most MAX_ATTEMPTS times
                   ├──────────┤
@@ -72,8 +74,10 @@ class WaitingRequest(Generic[T]):
     deadline_s: float
     num_attempts: int = 0
     is_suspect: bool = False
+    is_sent: bool = False
+    """A replica has it."""
     is_over: bool = False
-    """Nobody waits for its result any more."""
+    """Nobody waits for its result any more: see Batcher.withdraw()."""
 
 
 class Batch(NamedTuple, Generic[T]):
@@ -124,6 +128,13 @@ class Batcher(Generic[T]):
         self._groups.setdefault(request.group, deque()).append(request)
         self.num_waiting += 1
 
+    def withdraw(self, request: WaitingRequest[T]) -> None:
+        """Nobody waits for the result any more: it is there, or the client has left. A request that no replica has is
+        not predicted; it stays in its queue until it is found there."""
+        if not request.is_over:
+            request.is_over = True
+            self.num_waiting -= not request.is_sent
+
     def set_ready(self, replica: int, is_ready: bool = True) -> None:
         """A replica has come, or takes no more batches for a while, or takes them again."""
         self._replicas.setdefault(replica, _ReplicaState()).is_ready = is_ready
@@ -157,6 +168,7 @@ class Batcher(Generic[T]):
                     request.is_suspect = request.is_suspect or by_request
                     lost.retried.append(request)
         for request in reversed(lost.retried):
+            request.is_sent = False
             if request.is_suspect:
                 self._suspects.appendleft(request)
             else:
@@ -166,13 +178,14 @@ class Batcher(Generic[T]):
 
     def take_expired(self, now_s: float) -> list[WaitingRequest[T]]:
         """Remove and return the requests that no replica has, and whose time is over."""
-        expired = []
+        expired: list[WaitingRequest[T]] = []
         for queue in (*self._groups.values(), self._suspects):
-            for request in [each for each in queue if each.deadline_s <= now_s or each.is_over]:
-                queue.remove(request)
-                self.num_waiting -= 1
-                if not request.is_over:
-                    expired.append(request)
+            kept = [each for each in queue if each.deadline_s > now_s and not each.is_over]
+            if len(kept) < len(queue):
+                expired += (each for each in queue if not each.is_over and each.deadline_s <= now_s)
+                queue.clear()
+                queue.extend(kept)
+        self.num_waiting -= len(expired)
         return expired
 
     # --- what is done ------------------------------------------------------------------------------------------------
@@ -225,6 +238,7 @@ class Batcher(Generic[T]):
         oldest, oldest_s = None, math.inf
         for group in [*self._groups]:
             queue = self._groups[group]
+            _drop_withdrawn(queue)
             if not queue:
                 del self._groups[group]
             elif queue[0].arrived_s < oldest_s:
@@ -249,7 +263,7 @@ class Batcher(Generic[T]):
             return True
         num_rows = 0
         for request in queue:
-            num_rows += request.num_rows
+            num_rows += 0 if request.is_over else request.num_rows
             if num_rows >= self.limits.max_rows:
                 return True
         return False
@@ -258,9 +272,11 @@ class Batcher(Generic[T]):
         queue = self._groups[group]
         requests = [queue.popleft()]
         num_rows = requests[0].num_rows
+        _drop_withdrawn(queue)
         while group != ALONE and queue and num_rows + queue[0].num_rows <= self.limits.max_rows:
             num_rows += queue[0].num_rows
             requests.append(queue.popleft())
+            _drop_withdrawn(queue)
         return requests
 
     def _take_suspect(self) -> list[Batch[T]]:
@@ -271,6 +287,7 @@ class Batcher(Generic[T]):
             return []
         may_try = self.num_ready > 1 or self.limits.num_replicas == 1
         ready = {number: state for number, state in self._replicas.items() if state.is_ready}
+        _drop_withdrawn(self._suspects)
         if not self._suspects or not may_try or not ready:
             self._suspect_replica = None
             return []
@@ -288,4 +305,12 @@ class Batcher(Generic[T]):
         state.num_rows += batch.num_rows
         state.last_used = batch.number
         self.num_waiting -= len(requests)
+        for request in requests:
+            request.is_sent = True
         return batch
+
+
+def _drop_withdrawn(queue: deque[WaitingRequest[T]]) -> None:
+    """Remove from the front of a queue what nobody waits for any more."""
+    while queue and queue[0].is_over:
+        queue.popleft()

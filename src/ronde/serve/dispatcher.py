@@ -19,8 +19,8 @@ from typing import NamedTuple, cast
 
 from ronde.errors import ModelError, ProtocolError
 from ronde.net.connect import Connection
-from ronde.net.http_server import RequestError
-from ronde.serve.batcher import ALONE, Batch, Batcher, BatchLimits, QueueFull, WaitingRequest
+from ronde.net.http_server import ClientConnection, RequestError
+from ronde.serve.batcher import ALONE, Batch, Batcher, BatchLimits, WaitingRequest
 from ronde.serve.inference_protocol import ModelSignature, PredictionRequest, Tensor, describe_tensors
 from ronde.serve.model_store import ModelCopy, copy_model
 from ronde.serve.replica_messages import (
@@ -201,8 +201,14 @@ class Dispatcher:
         """Wait until a replica has loaded the first model. ModelError if none can."""
         return await asyncio.shield(self._first_model)
 
-    async def predict(self, request: PredictionRequest) -> Prediction:
-        """Return the outputs for a request. RequestError if there are none."""
+    def refuse_if_full(self) -> None:
+        """RequestError if too many requests wait."""
+        if self._batcher.num_waiting >= self._limits.max_waiting:
+            message = f"{self._batcher.num_waiting} requests wait already; try again"
+            raise RequestError(503, message, retry_after_s=self._estimate_wait_s())
+
+    async def predict(self, request: PredictionRequest, client: ClientConnection) -> Prediction:
+        """Return the outputs for a request. RequestError if there are none, ConnectionError if the client leaves."""
         assert self._model is not None, "requests are checked against a model first"
         self._refuse_set_aside(request)
         now_s = time.monotonic()
@@ -211,16 +217,20 @@ class Dispatcher:
         waiting = WaitingRequest(
             PendingPrediction(request, result), self._group(request), request.num_rows, now_s, now_s + timeout_s
         )
-        try:
-            self._batcher.add(waiting)
-        except QueueFull:
-            message = f"{self._batcher.num_waiting} requests wait already; try again"
-            raise RequestError(503, message, retry_after_s=self._estimate_wait_s()) from None
+        self.refuse_if_full()
+        self._batcher.add(waiting)
         self._schedule_pump()
+
+        def leave() -> None:
+            if not result.done():
+                result.set_exception(ConnectionError("the client has left"))
+
+        client.on_leave = leave
         try:
             return await result
         finally:
-            waiting.is_over = True
+            client.on_leave = None
+            self._batcher.withdraw(waiting)
 
     def _group(self, request: PredictionRequest) -> object:
         assert self._model is not None
@@ -333,7 +343,10 @@ class Dispatcher:
             self._timer = None
         due_s = self._batcher.due_s() if self._batcher.num_waiting else math.inf
         if due_s < math.inf:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
+            # Timers of uvloop count milliseconds, and one of less than half of one is no timer: it would be called
+            # again and again until the time has come.
+            delay_s = max(0.001, math.ceil(1000 * (due_s - now_s)) / 1000)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._pump)
 
     def _send_batch(self, batch: Batch[PendingPrediction], now_s: float) -> None:
         assert self._model is not None

@@ -27,6 +27,7 @@ from ronde.net.http_server import (
     RequestError,
     Scope,
     Send,
+    client_of,
     header,
     send_reply,
 )
@@ -142,12 +143,13 @@ class Front:
             model = self._served()
             with RequestBody(scope, receive, self._options, self._budget) as request_body:
                 body = await request_body.read()
+                self._dispatcher.refuse_if_full()  # before anything else is done about it
                 length = header(scope, HEADER_LENGTH)
                 try:
                     request = parse_request(body, length, model.signature, allow_nan=self._allow_nan)
                 except ValueError as error:
                     raise RequestError(400, str(error)) from None
-                prediction = await self._dispatcher.predict(request)
+                prediction = await self._dispatcher.predict(request, client_of(scope))
                 by_name: dict[str, Tensor] = {tensor.info.name: tensor for tensor in prediction.tensors}
                 outputs = [(by_name[wanted.name], wanted.is_binary) for wanted in request.outputs]
                 reply = encode_reply(self._name, str(prediction.version), request.id, outputs)

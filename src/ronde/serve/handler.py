@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ronde.comm.buffers import Array
+from ronde.launch.named_functions import load_function
 from ronde.serve.inference_protocol import ModelSignature
 from ronde.serve.model import OnnxModel, TensorInfo
 
@@ -81,8 +82,6 @@ def load_handler(name: str) -> type[Handler]:
     """Return the class `module:Class`; without a name, the one that changes nothing. ValueError if there is none."""
     if not name:
         return Handler
-    from ronde.data.preparation import load_function  # it takes long to load, and most services need none
-
     found: object = load_function(name)
     if not isinstance(found, type) or not issubclass(found, Handler):
         raise ValueError(f"the handler {name!r} must be a class that inherits ronde.serve.Handler")

@@ -23,15 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ronde.errors import JobFailed, ModelError, StartFailed
-from ronde.launch.config import make_launch_config
+from ronde.launch.config import HostOptions, host_flags, make_launch_config
 from ronde.launch.driver.driver import Driver
 from ronde.launch.driver.failure_report import JobResult
 from ronde.launch.driver.monitor import open_jobs_dir
 from ronde.launch.function import FUNCTION_RANK_COMMAND, pickle_call
 from ronde.launch.job import Job
+from ronde.launch.named_functions import search_modules_beside
 from ronde.launch.output.printer import Printer
 from ronde.net.connect import Connection
 from ronde.net.handshake import ConnectionRequest
@@ -60,8 +59,9 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 logger = logging.getLogger("ronde.serve")
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The section `serve` of a job file; each key is a flag of `ronde serve`, with dashes."""
+class ServeOptions(HostOptions, frozen=True, kw_only=True):
+    """The section `serve` of a job file; each key is a flag of `ronde serve`, with dashes. Those for hosts are of the
+    hosts of the replicas."""
 
     model: str = ""
     """Folder that `ronde export` has made, or a file of ONNX."""
@@ -112,16 +112,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """At the end, how long the service says that it is not ready, and takes connections all the same."""
     allow_nan: bool = False
     """Whether inputs may hold NaN."""
-    hosts: Any = None
-    """Hosts of the replicas and their slots, as in host1:2,host2:4. Default: this machine."""
-    hostfile: str = ""
-    ssh_port: int | None = None
-    ssh_identity: str = ""
-    ssh_option: tuple[str, ...] = ()
-    python: str = ""
-    """Python that has ronde, on the other hosts. Default: the path of this one."""
-    env: tuple[str, ...] = ()
-    """Variables for replicas, as NAME=VALUE."""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -147,11 +137,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("no_token and token_file exclude each other")
 
 
-def make_service_job(options: ServeOptions) -> Job:
+def make_service_job(options: ServeOptions, job_file: str = "") -> Job:
     """The job of the replicas, without their function. ValueError if the hosts do not have so many slots."""
-    names = ("hosts", "hostfile", "ssh_port", "ssh_identity", "ssh_option", "python", "env")
-    flags = {name: value for name in names if (value := getattr(options, name))}
-    flags = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
+    flags = host_flags(options, job_file)
     if options.replicas is not None:
         flags["num_ranks"] = options.replicas
     config = make_launch_config({**flags, "min_np": 1, "cooldown": RESTART_COOLDOWN_S}, FUNCTION_RANK_COMMAND)
@@ -179,12 +167,21 @@ def make_http_options(options: ServeOptions) -> HttpOptions:
     )
 
 
-def run_service(options: ServeOptions, output_sink: Callable[[int], Printer], on_event: Callable[[str], None]) -> None:
+def run_service(
+    options: ServeOptions,
+    output_sink: Callable[[int], Printer],
+    on_event: Callable[[str], None],
+    *,
+    job_file: str = "",
+) -> None:
     """Serve until a signal ends it. `output_sink` makes what shows the output of so many replicas; `on_event` is called
-    with lines for the user. Raises ModelError if the model cannot be loaded, StartFailed if the service cannot start,
-    JobFailed if its replicas cannot run, ValueError for options that cannot be used."""
+    with lines for the user; `job_file` is where the options are from, if they are from one. Raises ModelError if the
+    model cannot be loaded, StartFailed if the service cannot start, JobFailed if its replicas cannot run, ValueError
+    for options that cannot be used."""
+    if options.handler:
+        search_modules_beside(job_file)
     load_handler(options.handler)  # so that a mistake is seen before anything starts
-    job = make_service_job(options)
+    job = make_service_job(options, job_file)
     service = _Service(options, make_http_options(options), job, on_event)
     with ExitStack() as opened:
         remove_abandoned_copies()

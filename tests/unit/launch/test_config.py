@@ -11,7 +11,15 @@ import pytest
 
 from ronde.coordinator.round_planning import ElasticLimits
 from ronde.errors import StartFailed
-from ronde.launch.config import LaunchConfig, launch_options, make_launch_config, read_config, read_section
+from ronde.launch.config import (
+    HostOptions,
+    LaunchConfig,
+    host_flags,
+    launch_options,
+    make_launch_config,
+    read_config,
+    read_section,
+)
 from ronde.launch.job import SshOptions
 from ronde.launch.placement import Host
 from ronde.settings import ASSIGNED_BY_LAUNCHER, Settings, describe_settings
@@ -340,3 +348,15 @@ def test_a_mistake_in_a_section_is_named_with_its_line(tmp_path: Path, text: str
         read_section(str(path), "data", SomeOptions)
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_a_command_takes_how_hosts_are_reached_from_its_section_and_then_from_that_of_run(path: Path) -> None:
+    path.write_text(
+        "run: {ssh_port: 2222, ssh_identity: run_key, ssh_option: [A=1], env: {ONE: 1, TWO: 2}, hosts: c}\n"
+        "predict: {hosts: 'a:2,b', ssh_identity: own_key, ssh_option: [B=2], ssh_start_s: 5, env: [TWO=3]}\n"
+    )
+    flags = host_flags(read_section(str(path), "predict", HostOptions), str(path))
+    job = ask(**flags).job
+    assert job.ssh == SshOptions(port=2222, identity="own_key", options=("B=2", "A=1"), start_s=5.0)
+    assert (job.env, job.hosts, job.num_ranks) == ({"ONE": "1", "TWO": "3"}, (Host("a", 2), Host("b", 1)), 3)
+    assert host_flags(HostOptions()) == {}, "nothing is said where nothing was given"

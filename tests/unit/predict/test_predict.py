@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -24,6 +25,7 @@ from ronde.predict import PredictManifest, PredictOptions, predict
 from ronde.predict.plan import choose_part_rows, cut_rows, order_parts
 from ronde.predict.rows import fit_input
 from ronde.serve.model import TensorInfo
+from tests.limits import PATIENCE_S
 from tests.unit.data.made_data import write_images
 from tests.unit.serve.made_models import WEIGHTS, write_image_mean, write_linear
 
@@ -95,6 +97,30 @@ def test_every_row_is_predicted_once_in_order_whatever_the_format(
         assert row["note"] == ('two\nlines, "quoted"' if row["row"] % 3 == 0 else "plain")
     assert (manifest.num_rows, manifest.num_errors, len(manifest.parts)) == (50, 4, 7)
     assert not [*tmp_path.rglob("*.work"), *tmp_path.rglob("_work"), *tmp_path.rglob(".unfinished*")]
+
+
+def test_a_run_that_has_predicted_nothing_does_not_bind_the_next_one(tmp_path: Path, options: PredictOptions) -> None:
+    write_csv(tmp_path / "in.csv", 20)
+    wrong = msgspec.structs.replace(options, columns={"x": ["id", "note", "a", "b"]}, part_rows=10)
+    with pytest.raises(ModelError, match="probably the settings do not fit the data"):
+        predict(wrong)
+    code = f"""
+from ronde.predict.output import OutputFolder
+from ronde.predict.plan import make_plan, PredictOptions
+output = OutputFolder(make_plan(PredictOptions(**{msgspec.to_builtins(wrong)!r}))[0])
+output.begin()
+print("at work", flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:  # the same, and it has not failed yet
+        assert other.stdout is not None and other.stdout.readline() == "at work\n"
+        with pytest.raises(DataError, match="unfinished predictions, and the settings changed"):
+            predict(options)
+        other.communicate("\n", timeout=PATIENCE_S)
+    assert predict(options).num_errors == 0
+    assert [row["row"] for row in read_rows(options.output)] == list(range(20))
 
 
 def test_a_finished_run_is_not_done_again_and_a_changed_one_is_refused(tmp_path: Path, options: PredictOptions) -> None:

@@ -19,9 +19,13 @@ def make(num_replicas: int = 2, *, max_rows: int = 4, max_waiting: int = 100) ->
     return batcher
 
 
-def add(batcher: Batcher[str], *names: str, now_s: float = 0.0, rows: int = 1, group: object = "g") -> None:
-    for name in names:
-        batcher.add(WaitingRequest(name, group, rows, now_s, now_s + 60.0))
+def add(
+    batcher: Batcher[str], *names: str, now_s: float = 0.0, rows: int = 1, group: object = "g"
+) -> list[WaitingRequest[str]]:
+    requests = [WaitingRequest(name, group, rows, now_s, now_s + 60.0) for name in names]
+    for request in requests:
+        batcher.add(request)
+    return requests
 
 
 def shown(batches: list[Batch[str]]) -> list[tuple[int, str]]:
@@ -104,6 +108,25 @@ def test_the_queue_is_bounded() -> None:
     add(batcher, "a", "b")
     with pytest.raises(QueueFull):
         add(batcher, "c")
+
+
+def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
+    batcher = make(1, max_waiting=4)
+    batcher.set_ready(0, False)
+    requests = add(batcher, "a", "b", "c", "d")
+    for left in (requests[0], requests[2], requests[2]):
+        batcher.withdraw(left)
+    assert batcher.num_waiting == 2
+    add(batcher, "e", "f")  # there is room again
+    batcher.set_ready(0)
+    assert shown(batcher.take_batches(0.0)) == [(0, "bdef")]
+    batcher.withdraw(requests[1])
+    assert (batcher.num_waiting, batcher.num_sent) == (0, 4)
+    add(batcher, "g")
+    assert [each.payload for each in batcher.replica_lost(0, by_request=False).retried] == ["d", "e", "f"]
+    assert batcher.num_waiting == 4
+    assert [each.payload for each in batcher.take_expired(1e9)] == ["d", "e", "f", "g"]
+    assert batcher.num_waiting == 0
 
 
 def test_what_waits_too_long_is_taken_out() -> None:

@@ -18,6 +18,7 @@ from ronde.serve.export import ExportOptions, export_model
 from ronde.serve.export.exporter import make_example, read_labels
 from ronde.serve.export.torch import find_weights
 from ronde.serve.model import ImagePreprocessing, load_model, load_model_folder
+from tests.commands import output_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,6 +49,11 @@ class Frozen(Net):
 class Mixing(Net):
     def forward(self, x):
         return super().forward(x - x.mean(0))
+
+
+class TakesDict(Net):
+    def forward(self, batch):
+        return {"scores": super().forward(batch["x"] + batch["shift"])}
 
 
 class Converted(Net):
@@ -105,6 +111,19 @@ def test_a_model_of_onnx_predicts_as_the_original_and_knows_its_labels(options: 
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
 
 
+@pytest.mark.parametrize("to", ["onnx", "own"])
+def test_a_model_may_take_its_inputs_in_a_dict(options: ExportOptions, to: str) -> None:
+    inputs = {"shift": "float32:1x1", "x": "float32:1x4"}
+    taking = msgspec.structs.replace(options, model="exported_models:TakesDict", example_input=inputs, to=to)
+    assert export_model(taking).max_difference < 1e-5
+    if to == "onnx":
+        x = np.random.default_rng(1).normal(size=(2, 4)).astype(np.float32)
+        found = load_model("model").predict({"x": x, "shift": np.full((2, 1), 0.5, np.float32)})["scores"]
+        np.testing.assert_allclose(found, reference(x + np.float32(0.5)), rtol=1e-4, atol=1e-5)
+        with pytest.raises(ModelError, match="KeyError: 'shift'; give each input"):
+            export_model(msgspec.structs.replace(taking, example_input={"x": "float32:1x4"}))
+
+
 def test_the_own_format_is_compared_too_and_predict_says_that_it_cannot_run_it(options: ExportOptions) -> None:
     result = export_model(msgspec.structs.replace(options, to="own"))
     assert (result.folder.metadata.kind, result.folder.model_path.name) == ("torch", "model.pt2")
@@ -154,6 +173,11 @@ def test_a_pickled_model_is_loaded_only_if_it_is_trusted(options: ExportOptions)
     with pytest.raises(ModelError, match=r"holds more than weights \(.*Net.*may run code"):
         export_model(whole)
     assert export_model(msgspec.structs.replace(whole, trust=True)).max_difference == 0
+    code = "import torch; from exported_models import Net; Net.__module__ = '__main__'; torch.save(Net(), 'main.pt')"
+    output_of([sys.executable, "-c", code], cwd=Path.cwd())
+    for trust in (False, True):
+        with pytest.raises(ModelError, match=r"__main__\), and no other program can find it.*--model MODULE:CLASS"):
+            export_model(msgspec.structs.replace(whole, checkpoint="main.pt", trust=trust))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +185,7 @@ def test_a_pickled_model_is_loaded_only_if_it_is_trusted(options: ExportOptions)
     [
         ({"model_options": {"classes": 4}}, "do not fit exported_models:Net: .*size mismatch"),
         ({"model": ""}, "holds weights only: give model"),
-        ({"model": "exported_models:Nets"}, "no attribute 'Nets'"),
+        ({"model": "exported_models:Nets"}, "exported_models.py has no Nets"),
         ({"checkpoint": "nothing.pt"}, "there is no checkpoint nothing.pt"),
         ({"checkpoint": "exported_models.py"}, "is no checkpoint of PyTorch"),
         ({"example_input": {"x": "float32:1x5"}}, "does not take the example input"),

@@ -26,10 +26,10 @@ import numpy as np
 
 from ronde.comm.buffers import Array
 from ronde.data.files import UNFINISHED_PREFIX, open_folder
-from ronde.data.preparation import load_function
 from ronde.data.samples import decode_npy
 from ronde.data.shards import INDEX_NAME, read_index
 from ronde.errors import ModelError
+from ronde.launch.named_functions import load_function
 from ronde.serve.model import (
     DTYPES,
     METADATA_NAME,
@@ -232,7 +232,8 @@ def export_model(options: ExportOptions, *, on_progress: Callable[[str], object]
         inputs = ", ".join(f"{name} {array.shape}" for name, array in example.items())
         raise ModelError(
             f"{options.model or options.checkpoint} does not take the example input ({inputs}): "
-            f"{type(error).__name__}: {plain_text(error)}"
+            f"{type(error).__name__}: {plain_text(error)}; give each input that it takes with an --example-input of "
+            "its own, under the name of the argument or of the key in a dict, or in their order"
         ) from error
     expected = {size: _predict_original(options, source, size) for size in COMPARED_BATCHES}
     _check_independence(options, source, expected[max(COMPARED_BATCHES)])

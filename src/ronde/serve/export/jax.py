@@ -15,6 +15,9 @@ from ronde.errors import CheckpointError, ModelError
 from ronde.jax.checkpoints import read_tree
 from ronde.serve.export.exporter import ExportOptions, name_outputs
 
+PART_NAMES = ("params", "model", "weights")
+"""Under which of these keys a checkpoint has the tree, unless it is the tree itself, or it is told."""
+
 
 class JaxModel:
     """A function `apply(tree, *inputs)` and its tree of parameters."""
@@ -73,11 +76,16 @@ def load(
             "`return apply, tree`; the function is called with the tree and the inputs"
         )
     apply, tree = made
-    try:
-        with path.open("rb") as file:
-            tree = read_tree(tree, file)
-    except CheckpointError as error:
-        raise ModelError(f"the checkpoint {path} does not fit {options.model}: {error}") from None
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path} is damaged or no checkpoint of ronde.jax: {error}") from None
-    return JaxModel(apply, tree, options, list(example), facts)
+    problem = ""
+    for part in [options.part] if options.part else ["", *PART_NAMES]:
+        try:
+            with path.open("rb") as file:
+                return JaxModel(apply, read_tree(tree, file, part=part), options, list(example), facts)
+        except CheckpointError as error:
+            problem = problem or str(error)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"{path} is damaged or no checkpoint of ronde.jax: {error}") from None
+    advice = (
+        "" if options.part else "; if it was saved with other things, say under which key it is, as in --part params"
+    )
+    raise ModelError(f"the checkpoint {path} does not fit the tree of {options.model}: {problem}{advice}")

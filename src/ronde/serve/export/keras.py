@@ -26,6 +26,7 @@ class KerasModel:
         self._model = model
         self._outputs = options.outputs
         self._names = list(example)
+        self._is_dict = _takes_dict(model, example)
         self.made_by: dict[str, Any] = {
             "keras": keras.__version__,
             "backend": keras.backend.backend(),
@@ -35,20 +36,16 @@ class KerasModel:
     def predict(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return _predict(self._model, self._arguments(inputs), self._outputs)
 
-    def _arguments(self, inputs: Mapping[str, Array]) -> Any:
-        """As the model was built: one array, a list or a dict."""
-        built = getattr(self._model, "_inputs_struct", None)
-        if isinstance(built, Mapping):
-            return dict(inputs)
-        arrays = [inputs[name] for name in self._names]
-        return arrays[0] if len(arrays) == 1 else arrays
+    def _arguments(self, inputs: Mapping[str, Any]) -> Any:
+        return _arrange(inputs, self._names, is_dict=self._is_dict)
 
     def write_onnx(self, path: Path, example: Mapping[str, Array]) -> None:
         needs = {"tensorflow": "tf2onnx", "torch": "onnxscript", "jax": "jax2onnx"}[keras.backend.backend()]
-        signature = [
-            keras.InputSpec(shape=(None, *array.shape[1:]), dtype=array.dtype.name, name=name)
+        specs = {
+            name: keras.InputSpec(shape=(None, *array.shape[1:]), dtype=array.dtype.name, name=name)
             for name, array in example.items()
-        ]
+        }
+        signature = [specs] if self._is_dict else [*specs.values()]
         expected = self.predict(example)
         try:
             with _quiet():
@@ -61,7 +58,8 @@ class KerasModel:
                 f"converting a model of Keras on {keras.backend.backend()} needs {needs}: pip install {needs}{others} "
                 f"({shorten(str(error), 200)})"
             ) from error
-        _rename(path, self._names, list(expected))
+        # Keras flattens a dict in the order of its sorted keys.
+        _rename(path, sorted(self._names) if self._is_dict else self._names, list(expected))
 
     def write_own(self, path: Path, example: Mapping[str, Array]) -> None:
         self._model.save(path)
@@ -69,6 +67,30 @@ class KerasModel:
     def load_own(self, path: Path) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
         return lambda inputs: _predict(model, self._arguments(inputs), self._outputs)
+
+
+def _arrange(inputs: Mapping[str, Any], names: list[str], *, is_dict: bool) -> Any:
+    """What the model is called with: a dict, one array, or a list."""
+    if is_dict:
+        return dict(inputs)
+    arrays = [inputs[name] for name in names]
+    return arrays[0] if len(arrays) == 1 else arrays
+
+
+def _takes_dict(model: Any, example: Mapping[str, Array]) -> bool:
+    """Whether the model takes its inputs in a dict: it was built so or, if it does not say, only that succeeds."""
+    built = getattr(model, "_inputs_struct", None)
+    if built is not None:
+        return isinstance(built, Mapping)
+    for is_dict in (False, True):
+        try:
+            model(_arrange(example, list(example), is_dict=is_dict), training=False)
+        except KeyError:  # it takes a dict, and a key is missing
+            return True
+        except Exception:  # whatever a model raises
+            continue
+        return is_dict
+    return False
 
 
 def _predict(model: Any, arguments: Any, outputs: list[str] | None) -> dict[str, Array]:
@@ -90,11 +112,7 @@ def load(
         else:
             model = made
             if not model.built:
-                model(
-                    {name: array for name, array in example.items()}
-                    if len(example) > 1
-                    else next(iter(example.values()))
-                )
+                model(_arrange(example, list(example), is_dict=_takes_dict(model, example)), training=False)
             model.load_weights(path)
     except (OSError, RuntimeError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"cannot load {path}: {shorten(str(error), 500)}") from error

@@ -7,11 +7,10 @@ import inspect
 import io
 import logging
 import pickle
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 
 from ronde.comm.buffers import Array
 from ronde.errors import ModelError
+from ronde.launch.named_functions import search_working_directory
 from ronde.serve.export.exporter import ExportOptions, name_outputs, plain_text
 from ronde.text import shorten
 
@@ -26,8 +26,16 @@ PART_NAMES = ("model", "state_dict", "model_state_dict", "module", "net")
 """Under which of these names a checkpoint has the weights, unless it is told."""
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before the names of parameters."""
+MAIN_ADVICE = (
+    "its class is one of the script that has saved it (__main__), and no other program can find it there: save only "
+    "the weights, torch.save(model.state_dict(), FILE), put the class into a module, and export with "
+    "--model MODULE:CLASS"
+)
 MAX_INLINE_BYTES = 1 << 30
 """Weights of more bytes than this lie in a file beside model.onnx: a file of ONNX has at most 2 GB."""
+
+
+CallStyle: TypeAlias = Literal["names", "order", "dict"]
 
 
 class TorchModel:
@@ -37,7 +45,7 @@ class TorchModel:
         self._module = module.eval().requires_grad_(False)
         self._outputs = options.outputs
         self._names = list(example)
-        self._is_by_name = _takes_by_name(module, self._names)
+        self._style = self._find_style(example)
         self.made_by: dict[str, Any] = {"torch": str(torch.__version__), **facts}
 
     def predict(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -46,15 +54,41 @@ class TorchModel:
             returned = self._module(*args, **kwargs)
         return {name: value.numpy(force=True) for name, value in name_outputs(returned, self._outputs).items()}
 
-    def _arguments(self, inputs: Mapping[str, Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _find_style(self, example: Mapping[str, Array]) -> CallStyle:
+        """How forward() takes the inputs: by the names of its arguments if they are the same, otherwise in their order
+        or, if that fails, all of them in one dict."""
+        if _takes_by_name(self._module, self._names):
+            return "names"
+        styles: tuple[CallStyle, ...] = ("order", "dict")
+        for style in styles:
+            args, kwargs = self._arguments(example, style)
+            try:
+                with torch.inference_mode(), _quiet():
+                    self._module(*args, **kwargs)
+            except KeyError:  # it takes a dict, and a key is missing
+                return style
+            except Exception:  # whatever a model raises
+                continue
+            return style
+        return "order"  # predict() raises the error of that
+
+    def _arguments(
+        self, inputs: Mapping[str, Array], style: CallStyle | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = {name: torch.from_numpy(np.ascontiguousarray(inputs[name])) for name in self._names}
-        return ((), tensors) if self._is_by_name else (tuple(tensors.values()), {})
+        match style or self._style:
+            case "names":
+                return (), tensors
+            case "order":
+                return tuple(tensors.values()), {}
+            case "dict":
+                return (tensors,), {}
 
     def _trace(self, example: Mapping[str, Array]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         args, kwargs = self._arguments(example)
-        batch = {0: torch.export.Dim.DYNAMIC}
-        shapes: Any = dict.fromkeys(self._names, batch) if self._is_by_name else tuple(batch for _ in self._names)
-        return args, kwargs, shapes
+        by_name = {name: {0: torch.export.Dim.DYNAMIC} for name in self._names}
+        shapes = {"names": by_name, "order": tuple(by_name.values()), "dict": (by_name,)}
+        return args, kwargs, shapes[self._style]
 
     def write_onnx(self, path: Path, example: Mapping[str, Array]) -> None:
         try:
@@ -68,7 +102,7 @@ class TorchModel:
         with _quiet():
             program = torch.onnx.export(
                 self._module,
-                args,
+                (*args, {}) if self._style == "dict" else args,  # it would take a dict at the end for keywords
                 kwargs=kwargs,
                 dynamo=True,
                 dynamic_shapes=shapes,
@@ -131,18 +165,23 @@ def _read(path: Path, options: ExportOptions) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         if not options.trust:
-            raise ModelError(
-                f"{path} holds more than weights{_name_unsafe(path)}, and loading it may run code: save "
-                "model.state_dict() instead, or trust its source (--trust)"
-            ) from None
+            unsafe = _name_unsafe(path)
+            text = f"{path} holds more than weights{unsafe}, and loading it may run code"
+            if "__main__." in unsafe:
+                raise ModelError(f"{text}; {MAIN_ADVICE}") from None
+            raise ModelError(f"{text}: save model.state_dict() instead, or trust its source (--trust)") from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise ModelError(f"{path} is damaged or no checkpoint of PyTorch: {shorten(str(error), 300)}") from None
-    if str(Path.cwd()) not in sys.path:  # where the classes of the model are, as for the factory
-        sys.path.insert(0, str(Path.cwd()))
+    search_working_directory()  # where the classes of the model are, as for the factory
     try:
         return torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever its objects raise
-        raise ModelError(f"cannot load {path}: {type(error).__name__}: {shorten(str(error), 300)}") from error
+        text = f"cannot load {path}: {type(error).__name__}: {shorten(str(error), 300)}"
+        if isinstance(error, AttributeError) and "__main__" in str(error):
+            text = f"cannot load {path}: {MAIN_ADVICE}"
+        elif isinstance(error, AttributeError | ModuleNotFoundError):
+            text += "; the class of the model has to be importable here, or save its weights only and give --model"
+        raise ModelError(text) from error
 
 
 def _name_unsafe(path: Path) -> str:
