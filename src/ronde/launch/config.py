@@ -289,7 +289,9 @@ def host_flags(options: HostOptions, job_file: str = "") -> dict[str, Any]:
     """The flags for make_launch_config() that these options stand for. How hosts are reached, and variables, may also
     be in the section `run` of the job file; which hosts may not. ValueError names a wrong key."""
     run = read_config(job_file) if job_file else {}
-    known = {name: run[name] for name in ("ssh_port", "ssh_identity", "ssh_start_s", "python") if name in run}
+    known: dict[str, Any] = {
+        name: run[name] for name in ("ssh_port", "ssh_identity", "ssh_start_s", "python") if name in run
+    }
     own = {name: value for name in HOST_OPTIONS if (value := getattr(options, name)) not in (None, "", ())}
     flags: dict[str, Any] = {**known, **own}
     own_env = own.get("env", ())
@@ -529,7 +531,7 @@ def _yaml_entries(node: Any) -> list[tuple[Any, Any]]:  # nodes of YAML, or None
     return [(entry, None) for entry in (node.value if node.id == "sequence" else [node])]
 
 
-def _read_key(path: str, name: object, value: object, line: int | None) -> Any:  # its kind's
+def _read_key(path: str, name: object, value: object, line: int | None = None) -> Any:  # its kind's
     path = path if line is None else f"{path}, line {line}"
     source = f"{path}: {name}"
     if name == "command":

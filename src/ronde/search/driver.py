@@ -108,8 +108,9 @@ class SearchDriver:
         return self._make_result()
 
     def _stop_groups(self) -> None:
+        is_interrupted = bool(self._scheduler.failure) or not self._scheduler.is_done
         for group in self._groups:
-            group.stop()
+            group.stop(now=is_interrupted)
 
     def _make_start(self, planned: PlannedTrial, attempt: int) -> StartTrial:
         self._study.begin_attempt(planned.number)

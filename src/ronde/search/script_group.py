@@ -29,7 +29,7 @@ from ronde.search.protocol import (
 from ronde.search.results import format_value
 from ronde.search.space import Parameters
 from ronde.search.trial_output import OUTPUT_FOLDER, TrialOutput, trial_file_name
-from ronde.search.worker_group import GroupEvent, GroupLost, WorkerEvent, describe_loss, kill_driver
+from ronde.search.worker_group import OVER, GroupEvent, GroupLost, WorkerEvent, describe_loss, kill_driver
 from ronde.text import shorten
 
 MAX_LINE_BYTES = 64 * 1024
@@ -159,12 +159,12 @@ class ScriptGroup:
         elif isinstance(message, PruneDecision) and message.prune and self._driver is not None:
             self._driver.stop(PRUNED)
 
-    def stop(self) -> None:
+    def stop(self, *, now: bool) -> None:
         if self._driver is not None:
-            self._driver.stop("the search is over")
+            self._driver.stop(OVER)
 
     def close(self) -> None:
-        self._kill("the search is over")
+        self._kill(OVER)
 
     def _kill(self, reason: str) -> None:
         driver, thread = self._driver, self._thread

@@ -36,6 +36,7 @@ STOP_GRACE_S = 5.0
 KILL_TIMEOUT_S = 30.0
 """How long a driver may take to end ranks that it was told to kill."""
 MAX_LOSS_CHARS = 300
+OVER = "the search is over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class TrialGroup(Protocol):
     def send(self, message: DriverToWorker) -> None:
         """Send a message to all ranks."""
 
-    def stop(self) -> None:
-        """Let everything end. It does not wait."""
+    def stop(self, *, now: bool) -> None:
+        """Let everything end, `now` also what runs a trial. It does not wait, so all groups end at the same time."""
 
     def close(self) -> None:
         """Wait for the end, and kill what does not end by itself. Idempotent."""
@@ -86,6 +87,7 @@ class WorkerGroup:
         self._output = TrialOutput(folder, f"worker-{index}.txt", num_ranks=job.num_ranks)
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
+        self._stop_deadline = Deadline(0.0)
 
     def start(self, incarnation: int) -> None:
         self._output.end_trial()  # before the launcher says that it ends the former ranks
@@ -117,14 +119,17 @@ class WorkerGroup:
         for rank in range(self._job.num_ranks):
             self._driver.send(rank, data)
 
-    def stop(self) -> None:
-        if self._driver is not None:
+    def stop(self, *, now: bool) -> None:
+        self._stop_deadline = Deadline(STOP_GRACE_S)
+        if self._driver is not None and now:
+            self._driver.stop(OVER)
+        elif self._driver is not None:
             self.send(StopWorker())
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.join(STOP_GRACE_S)
-        self._kill("the search is over")
+            self._thread.join(self._stop_deadline.remaining_s)
+        self._kill(OVER)
         self._output.close()
 
     def _kill(self, reason: str) -> None:
