@@ -3,10 +3,8 @@ argument. Used by the front.
 
 A request never waits for company while a replica is idle: it is sent at once, with all that has come meanwhile and fits
 (natural batching). While all replicas are busy, requests collect. They are sent to the replica with the least
-outstanding work, behind what that has, as soon as they fill a batch, or when the oldest has waited for `max_delay_s`
-and the replica is about to be done, by the time that batches take: what is sent earlier would not be predicted earlier,
-and could not go to another replica that is done first, nor be in a larger batch. Nothing but full batches goes behind a
-batch that takes much longer than others. At most MAX_OUTSTANDING batches are with one replica.
+outstanding work, behind what that has, as soon as they fill a batch or the oldest has waited for `max_delay_s`, which
+is the bound of what batching costs; at most MAX_OUTSTANDING batches are with one replica.
 
 When a replica dies, what it had is predicted by others. If the death may be the fault of a request, all that it had are
 suspects: each is tried once more, alone, one at a time in the whole service, and not on the last replica that is left.
@@ -35,10 +33,6 @@ MAX_OUTSTANDING = 2
 """Batches with one replica: one that it predicts, and one that it has at hand when that is done."""
 ALONE = "alone"
 """The group of requests that are never in a batch with others."""
-NEW_SHARE = 0.1
-"""How much the time of the last batch counts for the time that batches are expected to take."""
-OVERDUE_FACTOR = 2.0
-"""A batch that takes so many times as long as is expected is overdue."""
 MAX_ATTEMPTS = 5
 """A request whose replicas were killed so often, by others, is given up."""
 
@@ -99,8 +93,6 @@ class _ReplicaState(Generic[T]):
     num_rows: int = 0
     is_ready: bool = True
     last_used: int = 0
-    busy_since_s: float = math.inf
-    """From when on it has been predicting the oldest of its batches."""
 
 
 class LostRequests(NamedTuple, Generic[T]):
@@ -124,8 +116,6 @@ class Batcher(Generic[T]):
         """The replica that tries a suspect now, or will when it has done what it has. It gets nothing else."""
         self._replicas: dict[int, _ReplicaState[T]] = {}
         self._num_batches = 0
-        self._expected_s = 0.0
-        """How long a replica takes for a batch; 0 if that is not known yet."""
         self.num_waiting = 0
         """Requests that no replica has."""
 
@@ -149,16 +139,12 @@ class Batcher(Generic[T]):
         """A replica has come, or takes no more batches for a while, or takes them again."""
         self._replicas.setdefault(replica, _ReplicaState()).is_ready = is_ready
 
-    def batch_done(self, replica: int, number: int, now_s: float) -> Batch[T] | None:
+    def batch_done(self, replica: int, number: int) -> Batch[T] | None:
         """A replica has answered. None if it did not have that batch."""
         state = self._replicas.get(replica)
         batch = state.batches.pop(number, None) if state is not None else None
         if state is not None and batch is not None:
             state.num_rows -= batch.num_rows
-            took_s = now_s - state.busy_since_s
-            share = NEW_SHARE if self._expected_s else 1.0
-            self._expected_s += share * (took_s - self._expected_s)
-            state.busy_since_s = now_s if state.batches else math.inf
         return batch
 
     def replica_lost(self, replica: int, *, by_request: bool) -> LostRequests[T]:
@@ -206,7 +192,7 @@ class Batcher(Generic[T]):
 
     def take_batches(self, now_s: float) -> list[Batch[T]]:
         """Remove what is to be sent now, and return it."""
-        batches = self._take_suspect(now_s)
+        batches = self._take_suspect()
         while True:
             group = self._oldest_group()
             if group is None:
@@ -214,16 +200,14 @@ class Batcher(Generic[T]):
             replica = self._choose_replica(self._groups[group], group, now_s)
             if replica is None:
                 return batches
-            batches.append(self._send(replica, self._fill(group), now_s))
+            batches.append(self._send(replica, self._fill(group)))
 
-    def due_s(self, now_s: float) -> float:
+    def due_s(self) -> float:
         """When take_batches() has to be called again, even if nothing happens."""
-        group = self._oldest_group()
-        number = self._least_loaded(now_s)
-        if group is None or number is None or self._is_overdue(self._replicas[number], now_s):
+        if all(len(state.batches) >= MAX_OUTSTANDING for state in self._usable().values()):
             return math.inf
-        waited_s = self._groups[group][0].arrived_s + self.limits.max_delay_s
-        return max(waited_s, self._almost_done_s(self._replicas[number]))
+        group = self._oldest_group()
+        return math.inf if group is None else self._groups[group][0].arrived_s + self.limits.max_delay_s
 
     # --- what is known -----------------------------------------------------------------------------------------------
 
@@ -239,11 +223,6 @@ class Batcher(Generic[T]):
     def outstanding(self, replica: int) -> Sequence[Batch[T]]:
         state = self._replicas.get(replica)
         return () if state is None else tuple(state.batches.values())
-
-    def busy_s(self, replica: int, now_s: float) -> float:
-        """For how long a replica has been predicting the oldest of its batches; 0 if it has none."""
-        state = self._replicas.get(replica)
-        return max(0.0, now_s - state.busy_since_s) if state is not None else 0.0
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
@@ -268,34 +247,16 @@ class Batcher(Generic[T]):
 
     def _choose_replica(self, queue: deque[WaitingRequest[T]], group: Hashable, now_s: float) -> int | None:
         """The replica for the next batch of a group; None if it has to wait."""
-        number = self._least_loaded(now_s)
-        if number is None:
-            return None
-        state = self._replicas[number]
-        if not state.batches or self._is_full(queue, group):
-            return number
-        has_waited = now_s >= queue[0].arrived_s + self.limits.max_delay_s
-        is_almost_done = now_s >= self._almost_done_s(state) and not self._is_overdue(state, now_s)
-        return number if has_waited and is_almost_done else None
-
-    def _least_loaded(self, now_s: float) -> int | None:
-        """An idle replica, otherwise that with the least outstanding work, those last that are overdue; of equal ones
-        the last that was used, as its model is in the caches of a core. None if all have enough."""
         usable = {number: state for number, state in self._usable().items() if len(state.batches) < MAX_OUTSTANDING}
-
-        def load(number: int) -> tuple[bool, int, int]:
-            state = usable[number]
-            return self._is_overdue(state, now_s), state.num_rows, -state.last_used
-
-        return min(usable, key=load, default=None)
-
-    def _almost_done_s(self, state: _ReplicaState[T]) -> float:
-        """From when on a replica is about to be done with the oldest of its batches."""
-        return state.busy_since_s + self._expected_s - self.limits.max_delay_s if state.batches else -math.inf
-
-    def _is_overdue(self, state: _ReplicaState[T], now_s: float) -> bool:
-        limit_s = OVERDUE_FACTOR * self._expected_s + self.limits.max_delay_s
-        return self._expected_s > 0 and now_s - state.busy_since_s > limit_s
+        if not usable:
+            return None
+        # An idle one, then that with the least outstanding work; of equal ones the last that was used, as its model is
+        # in the caches of a core.
+        number = min(usable, key=lambda each: (usable[each].num_rows, -usable[each].last_used))
+        if not usable[number].batches:
+            return number
+        has_waited = now_s - queue[0].arrived_s >= self.limits.max_delay_s
+        return number if has_waited or self._is_full(queue, group) else None
 
     def _is_full(self, queue: Iterable[WaitingRequest[T]], group: Hashable) -> bool:
         if group == ALONE:
@@ -318,7 +279,7 @@ class Batcher(Generic[T]):
             _drop_withdrawn(queue)
         return requests
 
-    def _take_suspect(self, now_s: float) -> list[Batch[T]]:
+    def _take_suspect(self) -> list[Batch[T]]:
         """Send the next suspect, if the replica that tries them is idle. There is such a replica as long as there are
         suspects, and as long as another one serves meanwhile."""
         chosen = self._replicas.get(-1 if self._suspect_replica is None else self._suspect_replica)
@@ -334,13 +295,11 @@ class Batcher(Generic[T]):
             self._suspect_replica = min(ready, key=lambda number: ready[number].num_rows)
         if ready[self._suspect_replica].batches:
             return []
-        return [self._send(self._suspect_replica, [self._suspects.popleft()], now_s)]
+        return [self._send(self._suspect_replica, [self._suspects.popleft()])]
 
-    def _send(self, replica: int, requests: list[WaitingRequest[T]], now_s: float) -> Batch[T]:
+    def _send(self, replica: int, requests: list[WaitingRequest[T]]) -> Batch[T]:
         self._num_batches += 1
         state = self._replicas[replica]
-        if not state.batches:
-            state.busy_since_s = now_s
         batch = Batch(self._num_batches, replica, tuple(requests), sum(each.num_rows for each in requests))
         state.batches[batch.number] = batch
         state.num_rows += batch.num_rows

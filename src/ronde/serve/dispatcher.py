@@ -84,6 +84,8 @@ class ReplicaConnection(asyncio.Protocol):
         """By version."""
         self.loading: dict[int, asyncio.Future[ModelLoaded]] = {}
         self.is_lost = False
+        self.busy_since_s = math.inf
+        """From when on it has been predicting the oldest of its batches."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -339,7 +341,7 @@ class Dispatcher:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_s = self._batcher.due_s(now_s) if self._batcher.num_waiting else math.inf
+        due_s = self._batcher.due_s() if self._batcher.num_waiting else math.inf
         if due_s < math.inf:
             # Timers of uvloop count milliseconds, and one of less than half of one is no timer: it would be called
             # again and again until the time has come.
@@ -362,15 +364,18 @@ class Dispatcher:
             tuple(tuple(map(len, of_input)) for of_input in by_input),
         )
         replica.send(message, [data for of_input in by_input for data in of_input])
+        if replica.busy_since_s == math.inf:
+            replica.busy_since_s = now_s
         self._metrics.batch_rows.add(batch.num_rows)
         for waiting in batch.requests:
             self._metrics.queue_s.add(now_s - waiting.arrived_s)
 
     def _handle_results(self, replica: ReplicaConnection, message: BatchDone, data: memoryview) -> None:
-        now_s = time.monotonic()
-        batch = self._batcher.batch_done(replica.number, message.number, now_s)
+        batch = self._batcher.batch_done(replica.number, message.number)
         if batch is None:
             return
+        now_s = time.monotonic()
+        replica.busy_since_s = now_s if self._batcher.outstanding(replica.number) else math.inf
         self._metrics.predict_s.add(message.predict_s)
         assert self._model is not None
         infos = self._model.signature.outputs
@@ -405,7 +410,7 @@ class Dispatcher:
                 for waiting in batch.requests:
                     if waiting.deadline_s <= now_s:
                         self._fail(waiting, 504, "the prediction took too long")
-            if outstanding and self._batcher.busy_s(replica.number, now_s) > self._predict_timeout_s:
+            if now_s - replica.busy_since_s > self._predict_timeout_s and outstanding:
                 seconds = self._predict_timeout_s
                 logger.warning("replica %d is ended: it took more than %g s for a batch", replica.number, seconds)
                 self._kill_replica(replica.number)

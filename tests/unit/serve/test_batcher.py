@@ -54,7 +54,7 @@ def test_while_all_are_busy_requests_collect_until_they_fill_a_batch() -> None:
         batcher.take_batches(0.0)
     add(batcher, *"cde")
     assert batcher.take_batches(0.0) == []
-    assert batcher.due_s(0.0) == SHORT_S
+    assert batcher.due_s() == SHORT_S
     add(batcher, "f")
     assert shown(batcher.take_batches(0.0)) == [(1, "cdef")]  # the last that was used
 
@@ -66,39 +66,7 @@ def test_while_all_are_busy_nobody_waits_longer_for_company_than_the_bound() -> 
     add(batcher, "b", now_s=1.0)
     assert batcher.take_batches(1.0 + SHORT_S / 2) == []
     assert shown(batcher.take_batches(1.0 + SHORT_S)) == [(0, "b")]
-    assert batcher.due_s(100.0) == math.inf
-
-
-def test_a_batch_waits_until_a_replica_is_about_to_be_done_and_goes_to_the_first_that_is() -> None:
-    batcher = make(2, max_rows=4)
-    add(batcher, "a")
-    (first,) = batcher.take_batches(0.0)
-    batcher.batch_done(0, first.number, 0.1)  # so long does a batch take
-    for number, name in enumerate("bc"):
-        add(batcher, name, now_s=1.0 + 0.04 * number)
-        batcher.take_batches(1.0 + 0.04 * number)
-    add(batcher, "d", now_s=1.05)
-    add(batcher, "e", now_s=1.06)
-    assert batcher.take_batches(1.06) == []
-    assert batcher.due_s(1.06) == pytest.approx(1.14 - SHORT_S)  # replica 1, the last that was used
-    assert batcher.batch_done(0, batcher.outstanding(0)[0].number, 1.08) is not None
-    assert shown(batcher.take_batches(1.08)) == [(0, "de")]
-    add(batcher, "f", now_s=1.13)
-    assert batcher.take_batches(1.135) == []
-    assert shown(batcher.take_batches(1.137)) == [(1, "f")]  # it is at hand there when that is done
-
-
-def test_only_full_batches_go_behind_one_that_is_overdue() -> None:
-    batcher = make(1, max_rows=2)
-    add(batcher, "a")
-    batcher.batch_done(0, batcher.take_batches(0.0)[0].number, 0.01)
-    add(batcher, "b", now_s=1.0)
-    batcher.take_batches(1.0)
-    add(batcher, "c", now_s=1.5)
-    assert batcher.take_batches(2.0) == [] and batcher.due_s(2.0) == math.inf
-    assert batcher.busy_s(0, 2.0) == 1.0
-    add(batcher, "d", now_s=2.0)
-    assert shown(batcher.take_batches(2.0)) == [(0, "cd")]
+    assert batcher.due_s() == math.inf
 
 
 def test_a_replica_has_at_most_so_many_batches_and_an_answer_makes_room() -> None:
@@ -107,10 +75,10 @@ def test_a_replica_has_at_most_so_many_batches_and_an_answer_makes_room() -> Non
         add(batcher, "x", now_s=float(number))
         batcher.take_batches(100.0)
     assert batcher.num_waiting == 1 and len(batcher.outstanding(0)) == MAX_OUTSTANDING
-    assert batcher.due_s(100.0) == math.inf
+    assert batcher.due_s() == math.inf
     first = batcher.outstanding(0)[0]
-    assert batcher.batch_done(0, first.number, 100.0) is first
-    assert batcher.batch_done(0, first.number, 100.0) is None
+    assert batcher.batch_done(0, first.number) is first
+    assert batcher.batch_done(0, first.number) is None
     assert len(batcher.take_batches(100.0)) == 1
 
 
@@ -214,7 +182,7 @@ def test_suspects_are_tried_alone_one_at_a_time_while_others_are_served() -> Non
     assert shown(batcher.take_batches(2.0)) == [(2, "d")]
     add(batcher, "e", now_s=2.0)  # waits behind d, not beside the suspect
     assert shown(batcher.take_batches(3.0)) == [(2, "e")]
-    batcher.batch_done(1, first[0].number, 0.0)
+    batcher.batch_done(1, first[0].number)
     assert shown(batcher.take_batches(3.0)) == [(1, "b")]
 
 
@@ -229,7 +197,7 @@ def test_a_request_that_kills_twice_is_set_aside_and_others_are_not() -> None:
     assert [each.payload for each in lost.set_aside] == ["p"] and lost.retried == []
     (batch,) = batcher.take_batches(0.0)
     assert shown([batch])[0][1] == "q"
-    assert batcher.batch_done(batch.replica, batch.number, 0.0) is batch
+    assert batcher.batch_done(batch.replica, batch.number) is batch
     assert batcher.num_waiting == batcher.num_sent == 0
 
 
@@ -266,7 +234,7 @@ def test_suspects_get_their_turn_under_full_load() -> None:
         sent += shown(batcher.take_batches(1.0))
         for number in (1, 2):
             for batch in batcher.outstanding(number)[:1]:
-                batcher.batch_done(number, batch.number, 0.0)
+                batcher.batch_done(number, batch.number)
     assert "p" in [names for _, names in sent]
 
 
