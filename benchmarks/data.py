@@ -5,7 +5,8 @@
 All of them read the same JPEG files, decode them with Pillow, and collate batches of 32: the plain loader from one file
 for each image, in a random order; WebDataset from tar files, through its shuffle buffer; Stream from shards of
 `ronde data prepare`. With 0 workers all work is in the calling process and thread. Rounds take turns, and the best of
-each counts, so that what else the machine does hurts all of them alike.
+each counts, so that what else the machine does hurts all of them alike. Without workers the
+CPU time of an image is measured, too: on a busy machine it is the number that can be compared.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import io
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -103,6 +105,16 @@ def count_images(batches: Iterable[Any]) -> int:
     return sum(len(batch[1]) for batch in batches)
 
 
+def describe_cpu(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """The best and the median round of each, and the median of the ratios of rounds that were next to each other."""
+    ratios = [plain / ours for plain, ours in zip(seconds["DataLoader"], seconds["ronde"], strict=True)]
+    return {
+        "cpu_us_per_image": {name: round(min(each) * 1e6, 1) for name, each in seconds.items()},
+        "median_cpu_us_per_image": {name: round(statistics.median(each) * 1e6, 1) for name, each in seconds.items()},
+        "cpu_ratio_to_dataloader": round(statistics.median(ratios), 3),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Read images with ronde, WebDataset and a plain DataLoader.")
     parser.add_argument("--images", type=int, default=600)
@@ -118,19 +130,22 @@ def main() -> None:
         prepare(PrepareOptions(input=str(photos), output=str(shards)))
         loaders = make_loaders(photos, write_tars(photos, Path(directory, "tars")), shards, options.workers)
         best = dict.fromkeys(loaders, 0.0)
+        cpu: dict[str, list[float]] = {name: [] for name in loaders}
         for number in range(options.rounds + 1):
             for name, make in loaders.items():
-                began = time.perf_counter()
+                began, cpu_began = time.perf_counter(), time.process_time()
                 num_images = count_images(make())
                 assert num_images == options.images, f"{name} gave {num_images} images"
                 if number:  # the first round reads the files into the cache of the system, and starts workers
                     best[name] = max(best[name], num_images / (time.perf_counter() - began))
+                    cpu[name].append((time.process_time() - cpu_began) / num_images)
         size = sum(path.stat().st_size for path in photos.glob("*/*")) / options.images
     result = {
         "images_per_s": {name: round(rate, 1) for name, rate in best.items()},
         "ratio_to_webdataset": round(best["ronde"] / best["WebDataset"], 3),
         "ratio_to_dataloader": round(best["ronde"] / best["DataLoader"], 3),
         "workers": options.workers,
+        **(describe_cpu(cpu) if not options.workers else {}),
         "bytes_per_image": round(size),
         "load": os.getloadavg()[0],
     }

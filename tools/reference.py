@@ -217,9 +217,13 @@ def _parse_module(module: str) -> ast.Module:
 # --- signatures and members -----------------------------------------------------------------------------------------
 
 
+SHARED_BASES = ("ronde.training.sample_sharding", "ronde.training.data_position")
+"""Modules of base classes whose members are those of the public classes."""
+
+
 def _own_bases(kind: type) -> list[type]:
     """A class, and the class of ronde.training that has its members if it only adds a framework's base to it."""
-    return [kind, *(base for base in kind.__mro__[1:] if base.__module__ == "ronde.training.sample_sharding")]
+    return [kind, *(base for base in kind.__mro__[1:] if base.__module__ in SHARED_BASES)]
 
 
 def _members(kind: type, *, typed: bool = False) -> Iterator[str]:

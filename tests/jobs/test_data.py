@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 
 from ronde.data import open_dataset
 from tests.commands import PROGRAMS, run_command
-from tests.limits import PATIENCE_S
-from tests.unit.data.made_data import write_images
+from tests.limits import LONG_S, PATIENCE_S
+from tests.unit.data.made_data import write_images, write_shards
 from tests.unit.data.test_prepare import contents
 from tests.unit.data.test_readers import read_all
 
@@ -54,6 +55,39 @@ def transform(sample):
     kill_at(f"sample {len(keys)}")
     return sample
 '''
+
+
+ELASTIC = """
+import json, os, signal
+from pathlib import Path
+import torch
+import ronde, ronde.elastic, ronde.torch
+from ronde.data import Stream
+
+ronde.init()
+model = torch.nn.Linear(1, 1)
+optimizer = ronde.torch.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
+stream = Stream("data", global_batch=12, seed=1)
+state = ronde.elastic.State(model=model, optimizer=optimizer, data=stream)
+log = Path(f"used-{os.getpid()}").open("w")
+killed = Path("killed")
+
+@ronde.elastic.run
+def train(state):
+    while stream.epoch < 2:
+        for batch in stream:
+            numbers = torch.from_numpy(batch["number"]).float()
+            optimizer.zero_grad()
+            model(numbers.reshape(-1, 1)).mean().backward()
+            optimizer.step()
+            log.write(json.dumps([stream.epoch, stream.consumed, batch["number"].tolist()]) + "\\n")
+            log.flush()
+            if ronde.rank() == 1 and stream.consumed == 96 and not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+train(state)
+"""
 
 
 @pytest.fixture
@@ -111,3 +145,21 @@ def test_a_job_file_says_what_to_prepare_and_a_wrong_key_is_named_with_its_line(
     done = run_command([RONDE, "data", "prepare", "job.yaml"], cwd=project, limit_s=PATIENCE_S)
     assert done.returncode == 2
     assert "job.yaml, line 3: unknown key 'outptu' in the section 'data'; did you mean 'output'?" in done.stderr
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_an_epoch_costs_no_sample(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", [240], num_bytes=10)
+    (tmp_path / "train.py").write_text(ELASTIC)
+    command = [RONDE, "run", "-np", "3", "--min-np", "2", sys.executable, "train.py"]
+    done = run_command(command, cwd=tmp_path, limit_s=LONG_S)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "killed").exists()
+    used: Counter[tuple[int, int, int]] = Counter()
+    for path in tmp_path.glob("used-*"):
+        for epoch, consumed, numbers in map(json.loads, path.read_text().splitlines()):
+            used.update((epoch, consumed, number) for number in numbers)
+    # The killed rank may have finished its last step alone: then the others have done it again.
+    assert {each for each, count in used.items() if count > 1} <= {each for each in used if each[:2] == (0, 96)}
+    assert Counter((epoch, number) for epoch, _, number in used) == Counter(
+        (epoch, number) for epoch in range(2) for number in range(240)
+    )

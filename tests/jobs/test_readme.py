@@ -1,4 +1,4 @@
-"""Every code block of README.md, docs/quickstart.md, docs/guides/elastic.md and search.md runs as it is printed.
+"""Every code block of README.md, docs/quickstart.md and docs/guides/elastic.md runs as it is printed.
 
 A block of Python begins with a docstring that names its file. A line of a block of shell is a command that runs here,
 or stands in ELSEWHERE.
@@ -22,7 +22,6 @@ PAGES = {
     "README": (ROOT / "README.md").read_text(encoding="utf-8"),
     "quickstart": (ROOT / "docs/quickstart.md").read_text(encoding="utf-8"),
     "elastic": (ROOT / "docs/guides/elastic.md").read_text(encoding="utf-8"),
-    "search": (ROOT / "docs/guides/search.md").read_text(encoding="utf-8"),
 }
 ELSEWHERE = {
     'pip install "./ronde[torch]"',  # tests/jobs/test_wheel.py installs from source and from the wheel
@@ -81,7 +80,6 @@ RUN = {
         "is at hang.py:11 in <module>: time.sleep(3600)\n",
     ),
     ("elastic", "ronde run -np 4 --min-np 2 python train.py"): (0, "[0] epoch 5: loss 0.0"),
-    ("search", "python tune.py"): (0, "30 trials, the best x is "),
 }
 """The exit code of each command, and a part of what it prints."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,32 +94,50 @@ def test_killed_ranks_and_killed_drivers_leave_exactly_the_trials_that_were_aske
 
 
 def test_workers_stay_warm_and_every_trial_finds_them_as_the_first_did(tmp_path: Path) -> None:
-    def search(folder: Path) -> list[dict[str, object]]:
-        space = {"x": {"low": 0.0, "high": 1.0}}
+    def search(folder: Path, trials_per_worker: int = 0) -> list[dict[str, object]]:
+        space, setup = {"x": {"low": 0.0, "high": 1.0}}, search_objectives.load_data
         result = ronde.search.run(
-            search_objectives.probe, space, setup=search_objectives.load_data, trials=5, parallel=1, folder=folder
+            search_objectives.probe,
+            space,
+            setup=setup,
+            trials=5,
+            trials_per_worker=trials_per_worker,
+            parallel=1,
+            folder=folder,
         )
         assert [trial.value for trial in result.trials] == [0.0, 1.0, 2.0, 3.0, 4.0]
         return [json.loads((folder / f"output/trial-{number:04}.txt").read_text()) for number in range(5)]
 
-    first, second = search(tmp_path / "a"), search(tmp_path / "b")
+    first, second = search(tmp_path / "a"), search(tmp_path / "b", trials_per_worker=2)
     assert len({found["pid"] for found in first}) == 1
     assert {found["cwd"] for found in first} == {str(Path.cwd())}
+    kept = {(found["variable"], found["handler"], found["timer"]) for found in first}
+    assert kept == {(None, str(signal.SIG_DFL), 0.0)}
     assert len({found["random"] for found in first}) == 5
     for name in ("random", "numpy"):
         assert [found[name] for found in first] == [found[name] for found in second]
+    assert [second[0]["pid"], second[2]["pid"], second[4]["pid"]] == [second[number]["pid"] for number in (1, 3, 4)]
+    assert len({found["pid"] for found in second}) == 3
 
 
 def test_a_trial_that_fails_says_why_and_the_others_go_on() -> None:
-    space = {"how": ["fine", "nan", "text", "error", "exit", "report nan", "late"]}
+    optuna = ["prune as in Optuna", "suggest as in Optuna"]
+    space = {
+        "how": ["fine", "fork", "nan", "text", "error", "exit", "cancelled", "silent", "report nan", "late", *optuna]
+    }
     result = ronde.search.run(search_objectives.moody, space, sampler="grid", parallel=1)
     reasons = {trial.params["how"]: trial.reason for trial in result.trials if trial.outcome is Outcome.FAILED}
     assert result.best.params == {"how": "fine"}
     assert result.folder == ""
     assert "what the objective returned is NaN" in reasons["nan"]
     assert "must be a number, got str: 'good'" in reasons["text"]
-    assert reasons["error"] == "KeyError: 'no such layer'"
-    assert reasons["exit"] == "SystemExit: enough"
+    assert re.fullmatch(r"KeyError: 'no such layer' \(search_objectives.py:\d+\)", reasons["error"])
+    assert re.fullmatch(r"it called sys.exit\('enough'\) \(search_objectives.py:\d+\)", reasons["exit"])
+    assert reasons["cancelled"].startswith("CancelledError (search_objectives.py:")
+    assert reasons["silent"].startswith("SilentError (search_objectives.py:")
+    assert "the value of lr is trial.params['lr']" in reasons["suggest as in Optuna"]
+    outcomes = {trial.params["how"]: trial.outcome for trial in result.trials}
+    assert (outcomes["fork"], outcomes["prune as in Optuna"]) == (Outcome.COMPLETE, Outcome.PRUNED)
     assert "the reported value is NaN" in reasons["report nan"]
     assert "step 2 is reported after step 3" in reasons["late"]
 
@@ -130,7 +149,7 @@ def test_ranks_that_do_different_things_fail_their_trial_and_not_the_next() -> N
     )
     found = {trial.params["how"]: (trial.outcome, trial.value, trial.reason) for trial in result.trials}
     assert found["fine"] == found["fine again"] == (Outcome.COMPLETE, 2.0, "")
-    assert found["rank 1 raises"][2] == "rank 1: RuntimeError: rank 1 does not like it"
+    assert found["rank 1 raises"][2].startswith("rank 1: RuntimeError: rank 1 does not like it (search_objectives.py:")
     assert "rank 1 reports step 2, and rank 0 step 1" in found["other steps"][2]
     assert "rank 0 has ended the trial" in found["rank 0 returns early"][2]
     assert {trial.attempts for trial in result.trials} == {1}  # none of them has lost a process

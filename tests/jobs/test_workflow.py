@@ -154,6 +154,7 @@ run:
         return re.findall(r"\] (\w+): ronde ", done.stdout)
 
     assert carry_out() == ["data", "search", "run"]
+    os.utime(tmp_path / "tune.py", (0, 0))  # its contents are the same
     assert carry_out() == []
     (tmp_path / "train.py").write_text("import sys; print('trained with', sys.argv[1:], 'again')")
     assert carry_out() == ["run"]
@@ -175,6 +176,10 @@ run:
     (tmp_path / "job.yaml").write_text(text.replace("metric:", "metrik:"))
     wrong = run(tmp_path, "ronde workflow job.yaml")
     assert wrong.returncode == 2
+    (tmp_path / "job.yaml").write_text(text.replace("best.nesterov", "best.nestrov"))
+    before_all = run(tmp_path, "ronde workflow job.yaml")
+    assert (before_all.returncode, before_all.stdout) == (2, "")
+    assert "the search has no parameter 'nestrov'; it has weight-decay, nesterov" in before_all.stderr
     assert "job.yaml, line 5: unknown key 'metrik' in the section 'search'; did you mean 'metric'?" in wrong.stderr
 
 

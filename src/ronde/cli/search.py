@@ -15,7 +15,7 @@ from ronde.cli.arguments import CommandParser, number, print_error, whole_number
 from ronde.cli.run import add_host_options
 from ronde.errors import RondeError
 from ronde.exit_codes import INTERRUPTED_CODE
-from ronde.launch.config import HOST_OPTIONS, make_launch_config, read_section
+from ronde.launch.config import HOST_OPTIONS, explain_wrong_value, make_launch_config, read_section
 from ronde.launch.job import Job
 from ronde.launch.named_functions import module_folders
 from ronde.text import format_compact_number, format_count, format_duration
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ronde.search.results import SearchResult, SearchStatus
-    from ronde.search.run import SearchOptions
+    from ronde.search.run_search import SearchOptions
 
 DESCRIPTION = """Search for hyper-parameters, as the section `search` of a job file says.
 
@@ -55,6 +55,8 @@ def search(arguments: Sequence[str]) -> int:
     parser.add_flag("--metric-key", metavar="KEY", help="Of a command: the value in the JSON lines that it prints.")
     parser.add_flag("--seed", metavar="N", type=int, help="Of the sampler and of the trials.")
     parser.add_flag("--retries", metavar="N", type=int, help="How often a trial may lose ranks and be run again.")
+    help = "Replace the workers of an objective after so many trials, if it leaks memory."
+    parser.add_flag("--trials-per-worker", metavar="N", type=whole_number, help=help)
     help = "A trial that takes longer has failed."
     parser.add_flag("--trial-s", metavar="SECONDS", type=number(minimum=0.0), help=help)
     parser.add_flag("--output", metavar="DIR", help="Folder of the search.")
@@ -80,17 +82,19 @@ def search(arguments: Sequence[str]) -> int:
 
 def read_options(path: str, flags: dict[str, Any]) -> SearchOptions:
     """Return the section of the file, with these flags in the place of its keys. ValueError names file and key."""
-    from ronde.search.run import SearchOptions, check_options
+    from ronde.search.run_search import SearchOptions, check_options
 
     options = read_section(path, "search", SearchOptions)
     values = {name: getattr(options, name) for name in options.__struct_fields__}
     for name in ("metric", "metric_key"):
         if name in flags:  # they exclude each other
             values["metric"] = values["metric_key"] = ""
+    given = {**values, **flags}
     try:
-        options = msgspec.convert({**values, **flags}, SearchOptions)
+        options = msgspec.convert(given, SearchOptions)
     except msgspec.ValidationError as error:
-        raise ValueError(f"--{str(error).partition('$.')[2].rstrip('`').replace('_', '-')}: {error}") from None
+        name, _, rest = explain_wrong_value(SearchOptions, given, error).partition(" ")
+        raise ValueError(f"--{name.replace('_', '-')} {rest}" if name in flags else f"{name} {rest}") from None
     try:
         check_options(options)
     except ValueError as error:
@@ -118,8 +122,8 @@ def run_search(
 ) -> int:
     """Run a search and show it: the exit code. 0 if a trial is complete."""
     from ronde.dash.search_report import write_search_report
-    from ronde.search.run import remove_search
-    from ronde.search.run import search as run_trials
+    from ronde.search.run_search import remove_search
+    from ronde.search.run_search import search as run_trials
 
     folder = Path(options.output)
     if overwrite:
@@ -138,6 +142,7 @@ def run_search(
 def describe_result(result: SearchResult, report: Path) -> str:
     """Say what came of a search, for the end of the output."""
     from ronde.search.results import format_params
+    from ronde.search.trial_output import OUTPUT_FOLDER
 
     counts = {
         kind: sum(trial.outcome.value == kind for trial in result.trials) for kind in ("complete", "pruned", "failed")
@@ -150,7 +155,9 @@ def describe_result(result: SearchResult, report: Path) -> str:
         best = result.best
         lines.append(f"best: {format_compact_number(best.value)} in trial {best.number}: {format_params(best.params)}")
     else:
-        lines.append("no trial is complete, so there is no best one")
+        lines.append("no trial is complete, so there is no best one; --overwrite begins the search anew")
+    if counts["failed"]:
+        lines.append(f"what the trials printed: {report.parent / OUTPUT_FOLDER}")
     return "\n".join(lines)
 
 

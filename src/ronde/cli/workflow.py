@@ -40,6 +40,7 @@ its section, the files it reads and the steps before it are unchanged. A workflo
 that was killed goes on where it was. In the command of `run`, {best.NAME} stands
 for a parameter that the search has found."""
 
+MAX_SCRIPT_BYTES = 1 << 20
 BEST_PATTERN = re.compile(r"\{best\.([^{}]+)\}")
 
 
@@ -94,14 +95,27 @@ def _check_search(path: str) -> object:
     return read_options(path, {})
 
 
+def _check_best(path: str, sections: Mapping[str, Any]) -> None:
+    """ValueError if the command of `run` has a {best.NAME} that is no parameter of the search."""
+    names = {match[1] for word in _run_words(sections) for match in BEST_PATTERN.finditer(word)}
+    if names and "search" not in sections:
+        raise ValueError(f"{path}: the command of `run` has {{best.…}}, but there is no section `search`")
+    known = sections["search"]["space"] if names else {}
+    for name in sorted(names - known.keys()):
+        raise ValueError(f"{path}: the search has no parameter {name!r}; it has {', '.join(known)}")
+
+
+def _run_words(sections: Mapping[str, Any]) -> list[str]:
+    """The words of the command of `run`."""
+    command = sections.get("run", {}).get("command", "")
+    return shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+
+
 def _run_command(path: str, sections: Mapping[str, Any]) -> list[str]:
     """`ronde run`, with the parameters that the search has found in its command."""
-    command = sections["run"].get("command", "")
-    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    words = _run_words(sections)
     if not any(map(BEST_PATTERN.search, words)):
         return ["run", "--config", path]
-    if "search" not in sections:
-        raise ValueError(f"{path}: the command of `run` has {{best.…}}, but there is no section `search`")
     from ronde.search.results import format_value
 
     file = _search_result(sections["search"])
@@ -110,12 +124,8 @@ def _run_command(path: str, sections: Mapping[str, Any]) -> list[str]:
     except (OSError, msgspec.MsgspecError, KeyError, TypeError):
         raise ValueError(f"{file} has no best trial, which the command of `run` needs") from None
 
-    def replace(match: re.Match[str]) -> str:
-        if match[1] not in best:
-            raise ValueError(f"{path}: the search has no parameter {match[1]!r}; it has {', '.join(best)}")
-        return format_value(best[match[1]])
-
-    return ["run", "--config", path, "--", *(BEST_PATTERN.sub(replace, word) for word in words)]
+    found = [BEST_PATTERN.sub(lambda match: format_value(best[match[1]]), word) for word in words]
+    return ["run", "--config", path, "--", *found]
 
 
 def _search_result(section: Mapping[str, Any]) -> Path:
@@ -202,7 +212,7 @@ def fingerprint_step(
         facts.append([key, _fingerprint_function(str(section.get(key) or ""), folders)])
     command = section.get("command", "")
     named = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-    facts += [[word, _fingerprint_path(word)] for word in named if Path(word).is_file()]
+    facts += [[word, _fingerprint_script(Path(word))] for word in named if Path(word).is_file()]
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted", enc_hook=str)).hexdigest()
 
 
@@ -218,6 +228,13 @@ def _fingerprint_path(text: str) -> str:
     for info in LocalFolder(path).list_files():
         digest.update(repr(tuple(info)).encode())
     return digest.hexdigest()
+
+
+def _fingerprint_script(path: Path) -> str:
+    """The contents of a script, which a checkout may write anew without a change; of a large file, as of data."""
+    if path.stat().st_size > MAX_SCRIPT_BYTES:
+        return _fingerprint_path(str(path))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _fingerprint_function(name: str, folders: Sequence[Path]) -> str:
@@ -248,6 +265,7 @@ def workflow(arguments: Sequence[str]) -> int:
             raise ValueError(f"--from must be one of {', '.join(step.section for step in steps)}, got {flags.start!r}")
         for step in steps:  # a mistake in the last section is said before the first step
             step.check(flags.job)
+        _check_best(flags.job, sections)
         with _lock(flags.job) as lock:
             return _carry_out(flags.job, sections, steps, flags.start, lock)
     except (ValueError, ModuleNotFoundError) as error:
@@ -299,7 +317,7 @@ def _carry_out(
         code = _run_step(words, lock)
         if code:
             text = f"{step.section} has failed with code {shell_exit_code(code)}; the same command goes on from here"
-            if step.force and step.force not in words:
+            if step.force:
                 text += f", and with --from {step.section} it replaces what is there"
             print_error("ronde workflow", text)
             return shell_exit_code(code)

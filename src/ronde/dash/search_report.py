@@ -128,7 +128,8 @@ def _parallel_coordinates(result: SearchResult, names: Sequence[str]) -> str:
         drawn.append(f'<line x1="{x}" x2="{x}" y1="{top}" y2="{bottom}" stroke="var(--soft)"/>')
         drawn.append(f'<text x="{x}" y="{top - 16}" text-anchor="middle" font-weight="600">{escape(axis.name)}</text>')
         for height, label in axis.ticks:
-            drawn.append(f'<text x="{x + 5}" y="{point(index, height)[1] + 4}">{escape(label)}</text>')
+            side = f'x="{x - 5}" text-anchor="end"' if axis is axes[-1] else f'x="{x + 5}"'  # inside of the drawing
+            drawn.append(f'<text {side} y="{point(index, height)[1] + 4}">{escape(label)}</text>')
     style = "width:100%;font-size:12px;fill:var(--ink)"
     return make_figure(title, f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" style="{style}">{"".join(drawn)}</svg>')
 
@@ -176,7 +177,8 @@ def _importance_figure(result: SearchResult) -> str:
         f'<td class="number">{100 * share:.0f} %</td></tr>'
         for name, share in result.importances.items()
     ]
-    return make_figure(title, f'<table class="bars">{"".join(rows)}</table>' if rows else "")
+    few = "too few trials are complete, or their values or parameters do not differ"
+    return make_figure(title, f'<table class="bars">{"".join(rows)}</table>' if rows else f"<p>{few}</p>")
 
 
 def _trial_row(trial: TrialResult, names: Sequence[str]) -> tuple[str, ...]:

@@ -10,12 +10,13 @@ import functools
 import os
 import struct
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from ronde.comm.buffers import Array
+from ronde.data.checksums import masked_crc32c
 from ronde.data.files import ByteRange, DataFolder, FileInfo, RangeFile, scan_file
 from ronde.data.samples import KEY, MAX_SAMPLE_BYTES, Sample, decode_field
 from ronde.data.shards import BLOCK_BYTES, BlockTable
@@ -86,7 +87,7 @@ def scan_tar(folder: DataFolder, info: FileInfo, *, block_bytes: int = BLOCK_BYT
 
 
 def _scan_members(folder: DataFolder, info: FileInfo) -> Iterator[int]:
-    where = f"{folder.url}/{info.name}"
+    where = folder.where(info.name)
     yield 0
     with scan_file(folder, info) as file:
         end, key = 0, None
@@ -174,14 +175,14 @@ class TarReader(FileReader):
     """WebDataset's tar files: the members of a sample lie behind each other and have the same name up to the first
     dot."""
 
-    def open(self, block: int) -> TarBlock:
+    def open(self, block: int, rows: Array | None = None) -> TarBlock:
         source, name, start, num_samples = self._range(block)
         decode: Callable[[str, bytes], Any] | None = None
         if self._decode:
             decode = functools.partial(decode_field, trust=self._trust, images=self._decode_images)
-        opened = TarBlock(source, f"{self.folder.url}/{name}", start, decode)
+        opened = TarBlock(source, self.folder.where(name), start, decode)
         if len(opened) != num_samples:
-            raise DataError(f"{self.folder.url}/{name} has changed: the block at byte {start} has other samples")
+            raise DataError(f"{self.folder.where(name)} has changed: the block at byte {start} has other samples")
         return opened
 
 
@@ -194,7 +195,7 @@ def scan_records(folder: DataFolder, info: FileInfo, *, block_bytes: int = BLOCK
 
 
 def _scan_records(folder: DataFolder, info: FileInfo) -> Iterator[int]:
-    where = f"{folder.url}/{info.name}"
+    where = folder.where(info.name)
     offset = 0
     yield offset
     with scan_file(folder, info) as file:
@@ -259,11 +260,11 @@ class RecordBlock:
 class RecordReader(FileReader):
     """TFRecord files of tf.train.Example; without `decode`, of anything: then a sample has the bytes as `record`."""
 
-    def open(self, block: int) -> RecordBlock:
+    def open(self, block: int, rows: Array | None = None) -> RecordBlock:
         source, name, start, num_samples = self._range(block)
-        opened = RecordBlock(source, f"{self.folder.url}/{name}", start, name, self._decode)
+        opened = RecordBlock(source, self.folder.where(name), start, name, self._decode)
         if len(opened) != num_samples:
-            raise DataError(f"{self.folder.url}/{name} has changed: the block at byte {start} has other records")
+            raise DataError(f"{self.folder.where(name)} has changed: the block at byte {start} has other records")
         return opened
 
 
@@ -342,88 +343,3 @@ def _fields(data: bytes, *, with_numbers: bool = False) -> Iterator[tuple[int, A
             raise DataError("a field is longer than its message: no tf.train.Example")
         yield tag >> 3, data[offset : offset + length]
         offset += length
-
-
-# --- CRC-32C -------------------------------------------------------------------------------------------------------
-
-LANE_BYTES = 64
-CASTAGNOLI = 0x82F63B78
-
-
-def masked_crc32c(data: bytes) -> int:
-    """The checksum of TFRecord."""
-    crc = crc32c(data)
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def crc32c(data: bytes) -> int:
-    """CRC-32C, with NumPy: the data are cut into lanes, the CRCs of all lanes are computed at a time, and combined.
-
-    Zeros in front of the data do not change a CRC that begins with 0, so the first lane is filled with them; to begin
-    with ones instead is to invert the first four bytes.
-    """
-    if len(data) < 4 * LANE_BYTES:
-        crc = 0xFFFFFFFF
-        table = _byte_table_list()
-        for byte in data:
-            crc = table[(crc ^ byte) & 255] ^ (crc >> 8)
-        return crc ^ 0xFFFFFFFF
-    padding = -len(data) % LANE_BYTES
-    filled = np.zeros(padding + len(data), np.uint8)
-    filled[padding:] = np.frombuffer(data, np.uint8)
-    filled[padding : padding + 4] ^= 0xFF
-    words = filled.view("<u4").reshape(-1, LANE_BYTES // 4)
-    tables = _word_tables()
-    crcs = np.zeros(len(words), np.uint32)
-    for column in np.ascontiguousarray(words.T):
-        mixed = crcs ^ column
-        crcs = tables[3][mixed & 255] ^ tables[2][(mixed >> 8) & 255] ^ tables[1][(mixed >> 16) & 255]
-        crcs ^= tables[0][mixed >> 24]
-    level = 0
-    while len(crcs) > 1:
-        if len(crcs) % 2:
-            crcs = np.concatenate([np.zeros(1, np.uint32), crcs])
-        crcs = _apply(_shift(level), crcs[::2]) ^ crcs[1::2]
-        level += 1
-    return int(crcs[0]) ^ 0xFFFFFFFF
-
-
-@functools.cache
-def _byte_table() -> Array:
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, (table >> 1) ^ np.uint32(CASTAGNOLI), table >> 1)
-    return table
-
-
-@functools.cache
-def _byte_table_list() -> Sequence[int]:
-    numbers: list[int] = _byte_table().tolist()
-    return numbers
-
-
-@functools.cache
-def _word_tables() -> tuple[Array, ...]:
-    """tables[k][b] is the CRC of the byte b with k zeros behind it."""
-    tables = [_byte_table()]
-    for _ in range(3):
-        tables.append(_byte_table()[tables[-1] & 255] ^ (tables[-1] >> 8))
-    return tuple(tables)
-
-
-@functools.cache
-def _shift(level: int) -> Array:
-    """What LANE_BYTES * 2**level zeros behind the data do to each bit of a CRC."""
-    if level:
-        return _apply(_shift(level - 1), _shift(level - 1))
-    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    for _ in range(LANE_BYTES):
-        bits = _byte_table()[bits & 255] ^ (bits >> 8)
-    return bits
-
-
-def _apply(columns: Array, crcs: Array) -> Array:
-    result = np.zeros_like(crcs)
-    for bit, column in enumerate(columns):
-        result ^= np.where((crcs >> np.uint32(bit)) & 1, column, np.uint32(0))
-    return result

@@ -6,7 +6,9 @@ through safe_name() before it becomes a path. Every failure is a DataError with 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -16,12 +18,12 @@ import platform
 import tempfile
 import threading
 import time
-import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ronde.data.checksums import crc32
 from ronde.errors import DataError
 from ronde.text import shorten
 from ronde.types import Deadline
@@ -32,12 +34,19 @@ UNFINISHED_PREFIX = ".unfinished-"
 """How the name of a file begins that is still being written."""
 MAX_OPEN_FILES = 128
 MAX_NAME_CHARS = 1024
-LOCK_POLL_S = 0.05
+FIRST_LOCK_POLL_S, LAST_LOCK_POLL_S = 0.001, 0.05
+CACHE_LOCK_S = 60.0
+"""How long a process waits for another one that fetches into the cache, and may be stopped. Then it fetches itself."""
 CRC_BYTES = 4
 """At the end of a file in the cache: the CRC-32 of all before."""
 CRC_CHUNK_BYTES = 1 << 20
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ROOM_SHARE = 0.9
 """A full cache is emptied to this share of its limit, so that it is searched for old files only now and then."""
+
+
+class DiskFull(DataError):
+    """There is no room left for a file of this machine: trying again is of no use."""
 
 
 def safe_name(name: str) -> str:
@@ -48,12 +57,12 @@ def safe_name(name: str) -> str:
         not name
         or len(name) > MAX_NAME_CHARS
         or any(part in ("", ".", "..") for part in parts)
-        or any(char in "\\:\0" or not char.isprintable() for char in name)
+        or any(char == "\\" or not char.isprintable() for char in name)
     )
     if bad:
         raise DataError(
             f"the name {shorten(name)!r} is refused: a file of a data set is named by a relative path without `..`, "
-            "backslashes, colons and control characters"
+            "backslashes and control characters"
         )
     return name
 
@@ -111,7 +120,44 @@ class FileRange:
         self._start = start
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        return self._file.read(self._start + start, max(0, min(num_bytes, self.num_bytes - start)))
+        if num_bytes > self.num_bytes - start:
+            num_bytes = max(0, self.num_bytes - start)
+        return self._file.read(self._start + start, num_bytes)
+
+
+class PartialRange:
+    """A range of a file that is far away, of which only parts are fetched and kept. What is read besides is fetched
+    when it is read."""
+
+    def __init__(self, folder: DataFolder, name: str, start: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._folder = folder
+        self._name = name
+        self._start = start
+        self._parts: list[tuple[int, bytes]] = []
+        """Offset and contents, by offset."""
+
+    def fetch(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Fetch and keep parts, given as offset and number of bytes."""
+        ranges = [(self._start + offset, num_bytes) for offset, num_bytes in parts]
+        fetched = self._folder.read_ranges(self._name, ranges)
+        self._parts += [(offset, data) for (offset, _), data in zip(parts, fetched, strict=True)]
+        self._parts.sort(key=_offset_of)
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        num_bytes = max(0, min(num_bytes, self.num_bytes - start))
+        if not num_bytes:
+            return b""
+        index = bisect.bisect_right(self._parts, start, key=_offset_of) - 1
+        if index >= 0:
+            offset, data = self._parts[index]
+            if start + num_bytes <= offset + len(data):
+                return data[start - offset : start - offset + num_bytes]
+        return self._folder.open_range(self._name, self._start + start, num_bytes).read(0, num_bytes)
+
+
+def _offset_of(part: tuple[int, bytes]) -> int:
+    return part[0]
 
 
 class DataFolder(Protocol):
@@ -120,11 +166,18 @@ class DataFolder(Protocol):
     url: str
     is_local: bool
 
+    def where(self, name: str) -> str:
+        """The whole path of a file, for messages."""
+
     def list_files(self) -> list[FileInfo]:
         """All files below the folder, by name, without hidden and unfinished ones."""
 
     def open_range(self, name: str, start: int, num_bytes: int) -> ByteRange:
         """A range of a file. What is far away is fetched now, as one."""
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Ranges of a file, given as start and number of bytes. What is far away is fetched by one request for each,
+        several at a time."""
 
     def write(self, name: str, data: bytes | Path) -> None:
         """Create a file, from bytes or a file of this machine. It appears under its name when it is complete."""
@@ -145,7 +198,7 @@ def read_file(folder: DataFolder, name: str, *, limit_bytes: int) -> bytes:
     """The whole of a small file. DataError if it is larger than the limit."""
     data = folder.open_range(name, 0, limit_bytes + 1).read(0, limit_bytes + 1)
     if len(data) > limit_bytes:
-        raise DataError(f"{folder.url}/{name} is larger than {limit_bytes} bytes")
+        raise DataError(f"{folder.where(name)} is larger than {limit_bytes} bytes")
     return data
 
 
@@ -174,6 +227,9 @@ class LocalFolder:
             raise DataError(f"{path} is refused: a link on its way leads out of {self.root}")
         return path
 
+    def where(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
     def identity(self) -> str:
         """Equal for ranks that see the same folder of the same machine."""
         state = self.root.stat()
@@ -201,6 +257,9 @@ class LocalFolder:
             if len(self._open) > MAX_OPEN_FILES:
                 self._open.popitem(last=False)
         return FileRange(file, start, num_bytes)
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self.open_range(name, start, num_bytes).read(0, num_bytes) for start, num_bytes in ranges]
 
     def write(self, name: str, data: bytes | Path) -> None:
         path = self.path_of(name)
@@ -252,7 +311,7 @@ def _local_info(name: str, state: os.stat_result) -> FileInfo:
 def wait_for_lock(descriptor: int, timeout_s: float) -> bool:
     """Take an exclusive lock on an open file or folder, and return whether that was possible in so many seconds. The
     kernel releases it when the file is closed, also if the process is killed."""
-    deadline = Deadline(timeout_s)
+    deadline, poll_s = Deadline(timeout_s), FIRST_LOCK_POLL_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -260,15 +319,18 @@ def wait_for_lock(descriptor: int, timeout_s: float) -> bool:
         except BlockingIOError:
             if deadline.expired:
                 return False
-            time.sleep(LOCK_POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, LAST_LOCK_POLL_S)
 
 
 @contextlib.contextmanager
 def write_aside(path: Path, *, sync: bool = True) -> Iterator[io.BufferedWriter]:
     """A context with a file that appears under its path, flushed to disk if `sync`, when the context ends without an
-    error."""
-    descriptor, aside = tempfile.mkstemp(prefix=f"{UNFINISHED_PREFIX}{path.name}.", dir=path.parent)
+    error. DiskFull if there is no room for it."""
+    aside = ""
     try:
+        # A name has at most 255 bytes, and a character up to four.
+        descriptor, aside = tempfile.mkstemp(prefix=f"{UNFINISHED_PREFIX}{path.name[:40]}.", dir=path.parent)
         with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor
             with contextlib.suppress(OSError):  # not all file systems have locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see remove_unfinished()
@@ -278,9 +340,14 @@ def write_aside(path: Path, *, sync: bool = True) -> Iterator[io.BufferedWriter]
             if sync:
                 os.fsync(file.fileno())
             os.replace(aside, path)  # noqa: PTH105  # a text
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(aside)  # noqa: PTH108
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            raise DiskFull(
+                f"there is no room for {path.name} in {path.parent.absolute()}: {error.strerror}; make room there "
+                "(df -h, df -i), and run the same command again"
+            ) from error
         raise
 
 
@@ -292,6 +359,8 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        self._only: str | None = None
+        """The name of the file that the URL is; empty if it is a folder, None while that is not known."""
         self._connect()
 
     def _connect(self) -> None:
@@ -300,15 +369,26 @@ class RemoteFolder:
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"{self.url} needs fsspec: pip install ronde[data]") from error
         with self._as_data_error("open"):
-            self._fs, folder = url_to_fs(self.url)
+            self._connection, folder = url_to_fs(self.url)
+        self._pid = os.getpid()
         self._root = folder.rstrip("/")
 
+    @property
+    def _fs(self) -> Any:
+        """The file system of fsspec; a forked process, such as a worker of a DataLoader, makes its own connections."""
+        if self._pid != os.getpid():
+            self._connect()
+        return self._connection
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url}  # another process makes its own connections
+        return {"url": self.url, "_only": self._only}  # another process makes its own connections
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.url = state["url"]
+        self.__dict__.update(state)
         self._connect()
+
+    def where(self, name: str) -> str:
+        return self.url if not name or name == self._only else f"{self.url}/{name}"
 
     @contextlib.contextmanager
     def _as_data_error(self, verb: str, name: str = "") -> Iterator[None]:
@@ -317,8 +397,9 @@ class RemoteFolder:
         except (DataError, ModuleNotFoundError):
             raise
         except Exception as error:  # fsspec raises errors of any class
-            what = f"{self.url}/{name}".rstrip("/")
-            raise DataError(f"cannot {verb} {what}: {type(error).__name__}: {shorten(str(error))}") from error
+            raise DataError(
+                f"cannot {verb} {self.where(name)}: {type(error).__name__}: {shorten(str(error))}"
+            ) from error
 
     def list_files(self) -> list[FileInfo]:
         with self._as_data_error("list"):
@@ -327,8 +408,10 @@ class RemoteFolder:
         if not found:
             raise DataError(f"there is nothing at {self.url}")
         infos = []
+        last = self._root.rpartition("/")[2]
+        self._only = last if [str(path).strip("/") for path in found] == [self._root.strip("/")] else ""
         for path, facts in found.items():
-            name = str(path).strip("/").removeprefix(self._root.strip("/")).lstrip("/") or self._root.rpartition("/")[2]
+            name = str(path).strip("/").removeprefix(self._root.strip("/")).lstrip("/") or last
             if not any(part.startswith(".") and part != ".." for part in name.split("/")):
                 version = (
                     facts.get("ETag") or facts.get("etag") or facts.get("mtime") or facts.get("LastModified") or ""
@@ -337,12 +420,22 @@ class RemoteFolder:
         return sorted(infos)
 
     def _path_of(self, name: str) -> str:
-        is_itself = name == self._root.rpartition("/")[2] and self._fs.isfile(self._root)
-        return self._root if is_itself else f"{self._root}/{safe_name(name)}"
+        if self._only is None and name == self._root.rpartition("/")[2]:
+            self._only = name if self._fs.isfile(self._root) else ""
+        return self._root if name == self._only else f"{self._root}/{safe_name(name)}"
 
     def open_range(self, name: str, start: int, num_bytes: int) -> MemoryRange:
         with self._as_data_error("read", name):
             return MemoryRange(bytes(self._fs.cat_file(self._path_of(name), start=start, end=start + num_bytes)))
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        with self._as_data_error("read", name):
+            starts, ends = [start for start, _ in ranges], [start + num_bytes for start, num_bytes in ranges]
+            found = self._fs.cat_ranges([self._path_of(name)] * len(ranges), starts, ends, on_error="return")
+            for each in found:
+                if isinstance(each, BaseException):
+                    raise each
+            return [bytes(data) for data in found]
 
     def write(self, name: str, data: bytes | Path) -> None:
         path = f"{self._root}/{safe_name(name)}"
@@ -376,8 +469,14 @@ class CachedFolder:
         self._versions = {info.name: info.version for info in folder.list_files()}
         self._has_warned = False
 
+    def where(self, name: str) -> str:
+        return self._folder.where(name)
+
     def list_files(self) -> list[FileInfo]:
         return self._folder.list_files()
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self.open_range(name, start, num_bytes).read(0, num_bytes) for start, num_bytes in ranges]
 
     def write(self, name: str, data: bytes | Path) -> None:
         self._folder.write(name, data)
@@ -408,9 +507,9 @@ class CachedFolder:
                 path.parent.mkdir(exist_ok=True)
                 with write_aside(path, sync=False) as file:  # a checksum tells what a crash has left of it
                     file.write(data)
-                    file.write(zlib.crc32(data).to_bytes(CRC_BYTES, "little"))
+                    file.write(crc32(data).to_bytes(CRC_BYTES, "little"))
                 self._make_room(len(data) + CRC_BYTES)
-            except OSError as error:
+            except (OSError, DiskFull) as error:
                 self._warn(error)
                 return fetched
         return self._find(path) or fetched
@@ -427,7 +526,7 @@ class CachedFolder:
             while chunk := file.read(size, CRC_CHUNK_BYTES):
                 size += len(chunk)
                 rest += chunk
-                crc = zlib.crc32(rest[:-CRC_BYTES], crc)
+                crc = crc32(rest[:-CRC_BYTES], crc)
                 rest = rest[-CRC_BYTES:]
         if len(rest) == CRC_BYTES and int.from_bytes(rest, "little") == crc:
             return FileRange(file, 0, size - CRC_BYTES)
@@ -436,18 +535,24 @@ class CachedFolder:
             path.unlink()
         return None
 
-    def _warn(self, error: OSError) -> None:
+    def _warn(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            text = error.strerror or str(error)
-            logger.warning("the cache %s cannot be written to: %s; data are fetched each time", self._directory, text)
+            cause = error.__cause__ if isinstance(error, DiskFull) else error
+            text = getattr(cause, "strerror", None) or str(error)
+            logger.warning(
+                "the cache %s cannot be written to: %s; what is not in it is fetched each time", self._directory, text
+            )
 
     @contextlib.contextmanager
     def _lock(self, part: str) -> Iterator[io.BufferedRandom]:
         self._directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._directory / f".lock-{part}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with open(descriptor, "r+b") as file:  # noqa: PTH123  # a descriptor
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also if the process is killed
+            if not wait_for_lock(file.fileno(), CACHE_LOCK_S):
+                raise TimeoutError(
+                    errno.ETIMEDOUT, f"another process has locked {self._directory} for {CACHE_LOCK_S:g} s"
+                )
             yield file
 
     def _make_room(self, num_new_bytes: int) -> None:

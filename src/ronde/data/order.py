@@ -101,6 +101,26 @@ class EpochOrder:
             rows[inside] = self._rows(int(blocks[inside[0]]))[rows[inside]]
         return streams, blocks, rows
 
+    def begun_blocks(self, position: int) -> dict[int, Array]:
+        """The blocks of which some samples are before a position and some are not, at most one of each stream, and the
+        rows of those that are not."""
+        begun: dict[int, Array] = {}
+        if not 0 < position < self.length:
+            return begun
+        segment = int(np.searchsorted(self._first_position, position, side="right")) - 1
+        active = self._active[segment]
+        rounds, index = divmod(position - self._first_position[segment], len(active))
+        for number, stream in enumerate(active.tolist()):
+            turn = self._first_turn[segment] + rounds + (number < index)
+            blocks, ends = self._blocks[stream], self._ends[stream]
+            place = int(np.searchsorted(ends, turn, side="right"))
+            if place < len(blocks):
+                block = int(blocks[place])
+                num_used = turn - int(ends[place]) + int(self._lengths[block])
+                if num_used:
+                    begun[block] = self._rows(block)[num_used:]
+        return begun
+
     def _order_rows(self, block: int) -> Array:
         length = int(self._lengths[block])
         return self._order(length, key=(block,)) if length > 1 else np.zeros(1, np.int64)

@@ -50,6 +50,7 @@ from ronde.data.shards import (
 from ronde.errors import DataError
 from ronde.launch.named_functions import load_function, module_path
 from ronde.text import format_bytes, shorten
+from ronde.training.agreement import check_settings
 
 RULES = ("hash", "class", "size")
 CLASS_FIELDS = ("class", "label", "cls", "label_name")
@@ -268,6 +269,13 @@ def open_input(options: PrepareOptions) -> PrepareInput:
     return PrepareInput(reader, "", parts, fingerprint[:16])
 
 
+def _refuse_output_in_input(options: PrepareOptions) -> None:
+    """The shards would be a part of the input next time, and with `force` the input would be removed."""
+    folder, output = Path(options.input.removeprefix("file://")), Path(options.output).resolve()
+    if folder.is_dir() and output.is_relative_to(folder.resolve()):
+        raise ValueError(f"the output {options.output} is in the input {options.input}: give a folder elsewhere")
+
+
 def _open_prepared(options: PrepareOptions) -> BlockReader | None:
     """All splits of an input that was prepared before, to be split anew; None if it was not."""
     folder = open_folder(options.input)
@@ -298,6 +306,7 @@ class Preparation:
                 f"{options.output}: prepare into a folder of this machine or one that all hosts share, and then "
                 "`ronde data upload` it"
             )
+        _refuse_output_in_input(options)
         self._shares = parse_split(options.split)
         self._transform = load_function(options.transform) if options.transform else None
         if self._transform is None and options.transform_options:
@@ -312,6 +321,9 @@ class Preparation:
         self._rank = group.rank
 
     def run(self) -> PrepareResult:
+        same = {**msgspec.to_builtins(self._options), "source of the transform": self._transform_source()}
+        del same["threads"]
+        check_settings(self._group, "prepare()", same)
         source = objects.call_on_first(lambda: open_input(self._options), group=self._group)
         with contextlib.ExitStack() as opened:
             objects.call_on_first(lambda: opened.enter_context(self._lock()), group=self._group)
@@ -357,8 +369,11 @@ class Preparation:
         options = msgspec.to_builtins(self._options)
         left_out = ("output", "threads", "force", "split")
         facts = {name: value for name, value in options.items() if name not in left_out}
-        transform = hash_source(self._options.transform) if self._options.transform else ""
-        return {**facts, "split": self._shares, "input_fingerprint": source.fingerprint, "transform_source": transform}
+        source_facts = {"input_fingerprint": source.fingerprint, "transform_source": self._transform_source()}
+        return {**facts, "split": self._shares, **source_facts}
+
+    def _transform_source(self) -> str:
+        return hash_source(self._options.transform) if self._options.transform else ""
 
     def _find_complete(self, facts: dict[str, Any]) -> DataIndex | None:
         if not (self._output / INDEX_NAME).exists():

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import io
 import struct
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,7 +22,8 @@ import msgspec
 import numpy as np
 
 from ronde.comm.buffers import Array
-from ronde.data.files import ByteRange, DataFolder, FileInfo, read_file, safe_name
+from ronde.data.checksums import crc32
+from ronde.data.files import ByteRange, DataFolder, FileInfo, PartialRange, read_file, safe_name
 from ronde.data.samples import MAX_SAMPLE_BYTES, Sample, decode_sample
 from ronde.errors import DataError
 from ronde.text import shorten
@@ -36,6 +36,11 @@ BLOCK_BYTES = 4 << 20
 """A block ends when it has so many bytes, or as many samples as its writer was told."""
 SHARD_ENDING = ".shard"
 FILE_MAGIC, BLOCK_MAGIC, FOOTER_MAGIC = b"RONDESH1", b"RBLK", b"RONDEEND"
+GAP_DIVISOR = 64
+"""Of a block that is fetched in parts, this part at most is fetched in vain, to make fewer requests. All of the 60
+virtual streams together then fetch less than one block in vain."""
+MAX_PARTS = 96
+"""Requests for one block. Samples of 12 KB, in blocks of BLOCK_BYTES, need fewer; smaller ones are fetched together."""
 _BLOCK_HEAD = struct.Struct("<4sIQ")
 _FOOTER_TAIL = struct.Struct("<II8s")  # bytes of the footer, its CRC-32, magic
 
@@ -88,7 +93,8 @@ class BlockReader(Protocol):
     classes: tuple[str, ...]
     """Names of the classes, if the format has them."""
 
-    def open(self, block: int) -> OpenBlock: ...
+    def open(self, block: int, rows: Array | None = None) -> OpenBlock:
+        """A block. `rows` are those that will be read, if not all: a reader may fetch only these."""
 
 
 # --- the index ---------------------------------------------------------------------------------------------------
@@ -125,18 +131,18 @@ def read_index(folder: DataFolder) -> DataIndex:
     try:
         index = msgspec.json.decode(data, type=DataIndex)
     except msgspec.MsgspecError as error:
-        raise DataError(f"{folder.url}/{INDEX_NAME} is damaged or no index of ronde: {error}") from None
+        raise DataError(f"{folder.where(INDEX_NAME)} is damaged or no index of ronde: {error}") from None
     if (index.format, index.version) != (INDEX_FORMAT, INDEX_VERSION):
         raise DataError(
-            f"{folder.url}/{INDEX_NAME} is of format {shorten(index.format)!r}, version {index.version}; this ronde "
+            f"{folder.where(INDEX_NAME)} is of format {shorten(index.format)!r}, version {index.version}; this ronde "
             f"reads {INDEX_FORMAT!r}, version {INDEX_VERSION}"
         )
     for shards in index.splits.values():
         for shard in shards:
             safe_name(shard.name)
-            _check_blocks(shard.blocks, shard.num_bytes, f"{folder.url}/{INDEX_NAME}: {shard.name}")
+            _check_blocks(shard.blocks, shard.num_bytes, f"{folder.where(INDEX_NAME)}: {shard.name}")
             if sum(length for _, _, length in shard.blocks) != shard.num_samples:
-                raise DataError(f"{folder.url}/{INDEX_NAME}: the blocks of {shard.name} have other samples than it")
+                raise DataError(f"{folder.where(INDEX_NAME)}: the blocks of {shard.name} have other samples than it")
     return index
 
 
@@ -181,7 +187,7 @@ class ShardWriter:
         """Write the footer. The file is complete, and the caller closes it."""
         self._end_block()
         footer = msgspec.msgpack.encode(self._blocks)
-        self._write(footer + _FOOTER_TAIL.pack(len(footer), zlib.crc32(footer), FOOTER_MAGIC))
+        self._write(footer + _FOOTER_TAIL.pack(len(footer), crc32(footer), FOOTER_MAGIC))
         return ShardInfo(
             name=self._name,
             num_bytes=self._num_bytes,
@@ -195,9 +201,9 @@ class ShardWriter:
             return
         head = _BLOCK_HEAD.pack(BLOCK_MAGIC, len(self._samples), self._num_pending_bytes)
         head += np.array([len(sample) for sample in self._samples], "<u4").tobytes()
-        head += np.array([zlib.crc32(sample) for sample in self._samples], "<u4").tobytes()
+        head += np.array([crc32(sample) for sample in self._samples], "<u4").tobytes()
         start = self._num_bytes
-        self._write(head + struct.pack("<I", zlib.crc32(head)))
+        self._write(head + struct.pack("<I", crc32(head)))
         for sample in self._samples:
             self._write(sample)
         self._blocks.append((start, self._num_bytes - start, len(self._samples)))
@@ -210,7 +216,30 @@ class ShardWriter:
         self._num_bytes += len(data)
 
 
+def _head_bytes(num_samples: int) -> int:
+    """The size of the header of a block: up to its first sample."""
+    return _BLOCK_HEAD.size + 8 * num_samples + 4
+
+
+def _end_of(data: bytes, start: int) -> str:
+    """Where a file ends of which these bytes were read, and no more, from an offset on."""
+    return f"at byte {start + len(data)}" if data else f"before byte {start + 1}"
+
+
 # --- reading -----------------------------------------------------------------------------------------------------
+
+
+def merge_ranges(starts: Array, ends: Array, gap_bytes: int) -> list[tuple[int, int]]:
+    """Ranges, in ascending order, as few as possible if all that lies between them and is fetched, too, may have so
+    many bytes: start and number of bytes of each. It is one range if there would be more than MAX_PARTS."""
+    gaps = starts[1:] - ends[:-1]
+    smallest_first = np.argsort(gaps, kind="stable")
+    num_closed = np.searchsorted(np.cumsum(gaps[smallest_first]), gap_bytes, side="right")
+    cuts = np.sort(smallest_first[num_closed:])
+    if len(cuts) >= MAX_PARTS:
+        cuts = cuts[:0]
+    firsts, lasts = starts[np.append(0, cuts + 1)], ends[np.append(cuts, len(ends) - 1)]
+    return list(zip(firsts.tolist(), (lasts - firsts).tolist(), strict=True))
 
 
 class ShardBlock:
@@ -221,19 +250,25 @@ class ShardBlock:
         self._source = source
         self._where = where
         self._start = start
-        num_head = _BLOCK_HEAD.size + 8 * num_samples + 4
+        num_head = _head_bytes(num_samples)
         head = source.read(0, num_head)
         if len(head) < num_head:
-            raise DataError(f"{where} is truncated: it ends at byte {start + len(head)}, inside of a block's header")
+            raise DataError(f"{where} is truncated: it ends {_end_of(head, start)}, inside of a block's header")
         magic, num_found, payload_bytes = _BLOCK_HEAD.unpack_from(head)
         (crc,) = struct.unpack_from("<I", head, num_head - 4)
-        if magic != BLOCK_MAGIC or num_found != num_samples or crc != zlib.crc32(head[:-4]):
+        if magic != BLOCK_MAGIC or num_found != num_samples or crc != crc32(head[:-4]):
             raise DataError(f"{where} is damaged: the header of the block at byte {start} is not what was written")
         lengths, self._crcs = np.frombuffer(head, "<u4", 2 * num_samples, _BLOCK_HEAD.size).reshape(2, -1)
         self._ends = num_head + np.cumsum(lengths, dtype=np.int64)
         self._lengths = lengths
         if num_head + payload_bytes != source.num_bytes or self._ends[-1] != source.num_bytes:
             raise DataError(f"{where} is truncated: the block at byte {start} has only {source.num_bytes} bytes")
+
+    def choose_parts(self, rows: Array) -> list[tuple[int, int]]:
+        """The parts of the block that hold these samples, as offset and number of bytes."""
+        rows = np.sort(rows)
+        ends = self._ends[rows]
+        return merge_ranges(ends - self._lengths[rows], ends, self._source.num_bytes // GAP_DIVISOR)
 
     def read(self, row: int) -> Sample:
         data = self.read_bytes(row)
@@ -249,8 +284,8 @@ class ShardBlock:
         first = int(self._ends[row]) - length
         data = self._source.read(first, length)
         if len(data) < length:
-            raise DataError(f"{self._where} is truncated: it ends at byte {self._start + first + len(data)}")
-        if zlib.crc32(data) != self._crcs[row]:
+            raise DataError(f"{self._where} is truncated: it ends {_end_of(data, self._start + first)}")
+        if crc32(data) != self._crcs[row]:
             raise DataError(f"{self._where} is damaged: the sample at byte {self._start + first} has another checksum")
         return data
 
@@ -263,16 +298,22 @@ class ShardReader:
         self.classes = tuple(classes)
         self.table = BlockTable.make((shard.name, shard.blocks) for shard in shards)
 
-    def open(self, block: int) -> ShardBlock:
+    def open(self, block: int, rows: Array | None = None) -> ShardBlock:
         table = self.table
         name, start, size = table.files[table.file_of[block]], int(table.starts[block]), int(table.sizes[block])
-        source = self.folder.open_range(name, start, size)
-        return ShardBlock(source, f"{self.folder.url}/{name}", start, int(table.lengths[block]))
+        num_samples = int(table.lengths[block])
+        if rows is None or self.folder.is_local:
+            return ShardBlock(self.folder.open_range(name, start, size), self.folder.where(name), start, num_samples)
+        source = PartialRange(self.folder, name, start, size)
+        source.fetch([(0, _head_bytes(num_samples))])
+        opened = ShardBlock(source, self.folder.where(name), start, num_samples)
+        source.fetch(opened.choose_parts(rows))
+        return opened
 
 
 def read_footer(folder: DataFolder, info: FileInfo) -> tuple[tuple[int, int, int], ...]:
     """The blocks of a shard that no index names. DataError if it is truncated or no shard."""
-    where = f"{folder.url}/{info.name}"
+    where = folder.where(info.name)
     tail_start = info.num_bytes - _FOOTER_TAIL.size
     if tail_start < len(FILE_MAGIC):
         raise DataError(f"{where} is truncated: it ends at byte {info.num_bytes}, before its footer")
@@ -281,7 +322,7 @@ def read_footer(folder: DataFolder, info: FileInfo) -> tuple[tuple[int, int, int
     if magic != FOOTER_MAGIC or length > tail_start:
         raise DataError(f"{where} is truncated: it ends at byte {info.num_bytes} without a footer")
     footer = folder.open_range(info.name, tail_start - length, length).read(0, length)
-    if zlib.crc32(footer) != crc:
+    if crc32(footer) != crc:
         raise DataError(f"{where} is damaged: the footer at byte {tail_start - length} has another checksum")
     try:
         blocks = msgspec.msgpack.decode(footer, type=tuple[tuple[int, int, int], ...])

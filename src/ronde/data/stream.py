@@ -12,6 +12,7 @@ processes: a DataLoader's workers have one each.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ronde.comm import objects
+from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.data.dataset import open_dataset
@@ -30,6 +32,7 @@ from ronde.data.order import NUM_STREAMS, EpochOrder, assign_streams, choose_par
 from ronde.data.samples import Sample
 from ronde.data.shards import BlockReader, OpenBlock
 from ronde.errors import DataError
+from ronde.training.agreement import check_settings
 from ronde.training.data_position import DataPosition
 from ronde.training.global_batches import EQUAL_SHARE
 from ronde.training.gradients.steps import inner_sample_counts, set_sample_counts
@@ -79,6 +82,13 @@ class StepPlan:
         ranges = (local_range(start, stop, own, length) for own in self.shares)
         return tuple(last - first for first, last in ranges)
 
+    def first_sample(self, order: EpochOrder, *, skip: int = 0) -> int:
+        """The position in the order of the first sample that any member uses, without the batches before `skip`; of the
+        own data, that this member uses."""
+        length = sum(self.shares) if self.is_local else order.length
+        start = min(self.position.consumed + skip * self.global_batch, length)
+        return local_range(start, start, self.shares[self.member], length)[0] if self.is_local else start
+
     def batches(self, order: EpochOrder, *, first: int = 0, stride: int = 1, skip: int = 0) -> Iterator[PlannedBatch]:
         """Batches `first`, `first + stride`, … of this member, without those before `skip`. `order` is that of the
         data, or of its own data."""
@@ -117,24 +127,35 @@ class StepPlan:
 class _BlockEntry:
     """A block that is in use. Its lock is held while it is opened."""
 
-    def __init__(self, num_left: int) -> None:
+    def __init__(self, num_left: int, opened: OpenBlock | None = None) -> None:
         self.lock = threading.Lock()
-        self.opened: OpenBlock | None = None
+        self.opened = opened
         self.num_left = num_left
 
 
 class BlocksInUse:
-    """The blocks of which samples were read and others are left, at most so many. Threads share it."""
+    """The blocks of which samples were read and others are left, at most so many. Threads share it. `begun` are blocks
+    of which samples were used before, with the rows that are left; those that a former loop has opened are taken from
+    it."""
 
-    def __init__(self, reader: BlockReader, capacity: int) -> None:
+    def __init__(
+        self, reader: BlockReader, capacity: int, begun: Mapping[int, Array], former: BlocksInUse | None = None
+    ) -> None:
         self._reader = reader
         self._capacity = capacity
+        self._begun = begun
         self._entries: OrderedDict[int, _BlockEntry] = OrderedDict()
         self._lock = threading.Lock()
+        for block, opened in former.list_opened() if former is not None else ():
+            if block in begun:
+                self._entries[block] = _BlockEntry(len(begun[block]), opened)
 
     def read(self, block: int, row: int) -> Sample:
+        rows = self._begun.get(block)
         with self._lock:
-            entry = self._entries.pop(block, None) or _BlockEntry(int(self._reader.table.lengths[block]))
+            entry = self._entries.pop(block, None) or _BlockEntry(
+                int(self._reader.table.lengths[block]) if rows is None else len(rows)
+            )
             entry.num_left -= 1
             if entry.num_left > 0:
                 self._entries[block] = entry
@@ -142,11 +163,12 @@ class BlocksInUse:
                     self._entries.popitem(last=False)
         with entry.lock:
             if entry.opened is None:
-                entry.opened = self._reader.open(block)
+                entry.opened = self._reader.open(block, rows)
         return entry.opened.read(row)
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def list_opened(self) -> list[tuple[int, OpenBlock | None]]:
+        with self._lock:
+            return [(block, entry.opened) for block, entry in self._entries.items()]
 
 
 class BatchLoader:
@@ -172,6 +194,11 @@ class BatchLoader:
         self._transform = transform
         self._collate = collate
         self._num_threads = num_threads
+        self._latest: tuple[int, int, BlocksInUse] | None = None
+        """Of the latest loop, unless it has come to its end: its epoch, where it began, and the blocks it has open."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": None}
 
     def load(
         self,
@@ -194,11 +221,12 @@ class BatchLoader:
             shuffle=self._shuffle,
             num_streams=self.num_streams,
         )
-        blocks = BlocksInUse(self.reader, order.num_streams + 2 * num_threads)
+        blocks = self._open_blocks(order, plan.first_sample(order, skip=skip), plan.position.epoch, num_threads)
         planned = plan.batches(order, first=first, stride=stride, skip=skip)
         if not num_threads:
             for batch in planned:
                 yield batch.counts, self._load_batch(batch, blocks, stack)
+            self._latest = None
             return
         pending: deque[tuple[tuple[int, ...], Future[Any]]] = deque()
         executor = ThreadPoolExecutor(num_threads, thread_name_prefix="ronde-data")
@@ -211,8 +239,19 @@ class BatchLoader:
             while pending:
                 counts, loaded = pending.popleft()
                 yield counts, loaded.result()
+            self._latest = None
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
+
+    def _open_blocks(self, order: EpochOrder, start: int, epoch: int, num_threads: int) -> BlocksInUse:
+        """For a loop from this position on. If one of the same epoch was left before, as when ranks change, its blocks
+        are used again: they have all rows that are left, if it did not begin later."""
+        latest, self._latest = self._latest, None
+        former = latest[2] if latest is not None and latest[0] == epoch and latest[1] <= start else None
+        capacity = order.num_streams + 2 * num_threads
+        blocks = BlocksInUse(self.reader, capacity, order.begun_blocks(start), former)
+        self._latest = epoch, start, blocks
+        return blocks
 
     def _load_batch(self, batch: PlannedBatch, blocks: BlocksInUse, stack: Callable[[list[Any]], Any]) -> Any:
         samples: list[Any] = []
@@ -252,7 +291,8 @@ class Stream(DataPosition):
     Without either, a step is one sample for each rank, and the loop gives samples instead of batches. The order depends
     on the seed and the epoch only; state_dict() and ronde.elastic.State keep the position, which is good for any number
     of ranks. `share` is the weight of this rank: one with twice the share gets twice the samples; give it on all ranks
-    or on none. Gradients of DistributedOptimizer are weighted by the samples of each rank.
+    or on none. Gradients of DistributedOptimizer are weighted by the samples of each rank. Everything else that decides
+    about samples has to be the same on all ranks, and load_state_dict() is for all of them.
 
     With `local=True` the path is that of data that only this machine has; its ranks share them. All ranks come to the
     end of the epoch together, those with more samples with larger batches.
@@ -294,6 +334,15 @@ class Stream(DataPosition):
         if num_streams < 1 or num_threads < 0:
             raise ValueError(f"num_streams must be at least 1 and num_threads 0, got {num_streams} and {num_threads}")
         members = resolve_group(group)
+        # The first rank opens the data for all, and each of them plans its own steps: with other settings samples would
+        # be left out and repeated.
+        same = {"local": local, "seed": seed, "shuffle": bool(shuffle), "ends": ends, "num_streams": num_streams}
+        same |= {"global_batch": global_batch or (per_rank_batch or 1) * members.size}
+        same |= {"share": None if share is None else "a number"}
+        if not local:
+            same |= {"path": os.fspath(path), "split": split, "format": format, "decode": decode, "trust": trust}
+        hints = {"path": "; if each machine has data of its own, give local=True"}
+        check_settings(members, "a Stream", same, hints=hints)
 
         def open_reader() -> BlockReader:
             return open_dataset(

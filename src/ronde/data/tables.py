@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ronde.comm.buffers import Array
 from ronde.data.archives import BlockList, FileReader
 from ronde.data.files import DataFolder, FileInfo, RangeFile, WholeFile, scan_file
 from ronde.data.samples import IMAGE_ENDINGS, KEY, MAX_SAMPLE_BYTES, Sample, decode_image
@@ -75,7 +76,7 @@ def _scan_rows(folder: DataFolder, info: FileInfo) -> Iterator[tuple[bool, int]]
             before = chunk[-1:]
     if is_quoted:
         raise DataError(
-            f"{folder.url}/{info.name} ends at byte {offset} inside of quotes, in the row that begins at byte "
+            f"{folder.where(info.name)} ends at byte {offset} inside of quotes, in the row that begins at byte "
             f"{row_start}: it is truncated, or has a quote in a field that is not in quotes (write such a field in "
             "quotes, and each quote in it twice)"
         )
@@ -90,37 +91,37 @@ class CsvReader(FileReader):
         super().__init__(folder, table, **options)
         self._headers: dict[str, list[str]] = {}
 
-    def open(self, block: int) -> RowBlock:
+    def open(self, block: int, rows: Array | None = None) -> RowBlock:
         source, name, start, num_samples = self._range(block)
-        where = f"{self.folder.url}/{name}"
+        where = self.folder.where(name)
         header = self._headers.get(name)
         if header is None:
             header = self._headers[name] = self._read_header(name)
         data = source.read(0, source.num_bytes)
-        rows: list[Sample | DataError] = []
+        parsed: list[Sample | DataError] = []
         for row in _parse_rows(data, where, start):
             if isinstance(row, DataError):
-                rows.append(row)
+                parsed.append(row)
             elif len(row) != len(header):
-                rows.append(
+                parsed.append(
                     DataError(
-                        f"{where}: row {len(rows) + 1} behind byte {start} has {len(row)} values, but there are "
+                        f"{where}: row {len(parsed) + 1} behind byte {start} has {len(row)} values, but there are "
                         f"{len(header)} columns"
                     )
                 )
             else:
-                rows.append({KEY: f"{name}:{start}+{len(rows)}", **dict(zip(header, row, strict=True))})
-        if len(rows) != num_samples:
-            raise DataError(f"{where} has changed or is truncated: the block at byte {start} has {len(rows)} rows")
-        return RowBlock(rows)
+                parsed.append({KEY: f"{name}:{start}+{len(parsed)}", **dict(zip(header, row, strict=True))})
+        if len(parsed) != num_samples:
+            raise DataError(f"{where} has changed or is truncated: the block at byte {start} has {len(parsed)} rows")
+        return RowBlock(parsed)
 
     def _read_header(self, name: str) -> list[str]:
         info = next(info for info in self.folder.list_files() if info.name == name)
         _, end = next(_scan_rows(self.folder, info), (True, 0))
         data = self.folder.open_range(name, 0, end).read(0, end).removeprefix(BYTE_ORDER_MARK)
-        header = next(iter(_parse_csv(data, f"{self.folder.url}/{name}")), [])
+        header = next(iter(_parse_csv(data, self.folder.where(name))), [])
         if len(set(header)) != len(header) or not header:
-            raise DataError(f"{self.folder.url}/{name}: the first row must name the columns, each once; got {header}")
+            raise DataError(f"{self.folder.where(name)}: the first row must name the columns, each once; got {header}")
         return header
 
 
@@ -164,7 +165,7 @@ def _parse_csv(data: bytes, where: str) -> list[list[str]]:
 
 def scan_parquet(folder: DataFolder, info: FileInfo) -> BlockList:
     """The row groups of a Parquet file."""
-    where = f"{folder.url}/{info.name}"
+    where = folder.where(info.name)
     with _open_parquet(folder, info) as file:
         blocks = []
         for number in range(file.metadata.num_row_groups):
@@ -185,7 +186,7 @@ def _open_parquet(folder: DataFolder, info: FileInfo, metadata: Any = None) -> A
         import pyarrow as pa
         from pyarrow import parquet
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{folder.url}/{info.name} needs pyarrow: pip install ronde[data]") from error
+        raise ModuleNotFoundError(f"{folder.where(info.name)} needs pyarrow: pip install ronde[data]") from error
     file = RangeFile(WholeFile(folder, info))
     try:
         return parquet.ParquetFile(pa.PythonFile(file, mode="r"), metadata=metadata)
@@ -193,7 +194,7 @@ def _open_parquet(folder: DataFolder, info: FileInfo, metadata: Any = None) -> A
         end = WholeFile(folder, info).read(max(0, info.num_bytes - 4), 4)
         reason = f": it ends at byte {info.num_bytes} without a footer" if end != b"PAR1" else ""
         text = shorten(" ".join(str(error).split()))
-        raise DataError(f"{folder.url}/{info.name} is truncated, damaged or no Parquet{reason} ({text})") from None
+        raise DataError(f"{folder.where(info.name)} is truncated, damaged or no Parquet{reason} ({text})") from None
 
 
 class ParquetReader(FileReader):
@@ -205,7 +206,7 @@ class ParquetReader(FileReader):
         self._footers: OrderedDict[str, Any] = OrderedDict()
         """Of the files that were read last: a footer may be larger than a row group."""
 
-    def open(self, block: int) -> RowBlock:
+    def open(self, block: int, rows: Array | None = None) -> RowBlock:
         import pyarrow as pa
 
         table = self.table
@@ -213,21 +214,21 @@ class ParquetReader(FileReader):
         if not self._infos:
             self._infos = {info.name: info for info in self.folder.list_files()}
         if name not in self._infos:
-            raise DataError(f"{self.folder.url}/{name} is not there any more")
+            raise DataError(f"{self.folder.where(name)} is not there any more")
         with _open_parquet(self.folder, self._infos[name], self._footers.get(name)) as file:
             self._footers[name] = file.metadata
             while len(self._footers) > MAX_FOOTERS:
                 self._footers.popitem(last=False)
             try:
-                rows = file.read_row_group(number, use_threads=False).to_pylist()
+                found = file.read_row_group(number, use_threads=False).to_pylist()
             except (pa.ArrowException, OSError, IndexError) as error:
                 begin = file.metadata.row_group(number).column(0).file_offset if file.metadata.num_row_groups else 0
                 raise DataError(
-                    f"{self.folder.url}/{name} is damaged: row group {number}, near byte {begin}: {error}"
+                    f"{self.folder.where(name)} is damaged: row group {number}, near byte {begin}: {error}"
                 ) from None
-        if len(rows) != table.lengths[block]:
-            raise DataError(f"{self.folder.url}/{name} has changed: row group {number} has {len(rows)} rows")
-        return RowBlock([{KEY: f"{name}:{number}+{row}", **values} for row, values in enumerate(rows)])
+        if len(found) != table.lengths[block]:
+            raise DataError(f"{self.folder.where(name)} has changed: row group {number} has {len(found)} rows")
+        return RowBlock([{KEY: f"{name}:{number}+{row}", **values} for row, values in enumerate(found)])
 
 
 # --- image folders -------------------------------------------------------------------------------------------------
@@ -260,11 +261,11 @@ class ImageFolderReader(FileReader):
         self.classes = tuple(sorted({class_of(name) for name in table.files}))
         self._labels = {name: label for label, name in enumerate(self.classes)}
 
-    def open(self, block: int) -> ImageBlock:
+    def open(self, block: int, rows: Array | None = None) -> ImageBlock:
         source, name, _, _ = self._range(block)
         data = source.read(0, source.num_bytes)
         sample = {KEY: name, "label": self._labels[class_of(name)], "class": class_of(name)}
-        where = f"{self.folder.url}/{name}"
+        where = self.folder.where(name)
         if len(data) < source.num_bytes:
             raise DataError(f"{where} is truncated: it ends at byte {len(data)}")
         return ImageBlock(data, sample, where, self._decode_images)
@@ -281,5 +282,5 @@ def is_image(name: str) -> bool:
 
 def scan_image(folder: DataFolder, info: FileInfo) -> BlockList:
     if info.num_bytes > MAX_SAMPLE_BYTES or not info.num_bytes:
-        raise DataError(f"{folder.url}/{info.name} has {info.num_bytes} bytes: no image")
+        raise DataError(f"{folder.where(info.name)} has {info.num_bytes} bytes: no image")
     return [(0, info.num_bytes, 1)]

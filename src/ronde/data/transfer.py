@@ -22,10 +22,11 @@ import msgspec
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
-from ronde.data.files import DataFolder, LocalFolder, open_folder, write_aside
+from ronde.data.files import DataFolder, DiskFull, LocalFolder, open_folder, write_aside
 from ronde.data.shards import INDEX_NAME, DataIndex, ShardInfo, read_index, write_index
 from ronde.errors import DataError
 from ronde.text import format_bytes
+from ronde.training.agreement import check_settings
 
 logger = logging.getLogger("ronde.data")
 
@@ -75,9 +76,11 @@ def upload(
     """Copy prepared data of this machine to a URL or another folder. Collective: ranks, which all see the source, share
     the files."""
     members = resolve_group(group)
+    check_settings(members, "upload()", {"source": source, "target": target})
     here, there = open_folder(source), open_folder(target)
     if not isinstance(here, LocalFolder):
         raise ValueError(f"{source} is not of this machine: download it first")
+    _refuse_same(here, there)
     index = read_index(here)
     mark = UploadMark(hashlib.sha256(msgspec.json.encode(index)).hexdigest())
     kept: dict[str, int] = objects.call_on_first(lambda: _begin_upload(there, index, mark, pause), group=members)
@@ -97,7 +100,7 @@ def upload(
         sizes = {info.name: info.num_bytes for info in _retry(there.list_files, pause)}
         wrong = [shard.name for shard in _all_shards(index) if sizes.get(shard.name) != shard.num_bytes]
         if wrong:
-            raise DataError(f"{there.url}/{wrong[0]} has another size than the one that was uploaded; upload it again")
+            raise DataError(f"{there.where(wrong[0])} has another size than the one that was uploaded; upload it again")
         _retry(lambda: write_index(there, index), pause)
         _retry(lambda: there.remove(MARK_NAME), pause)
 
@@ -149,9 +152,11 @@ def download(
     """Copy prepared data to a folder of this machine. Collective. On several hosts each gets its share of the shards;
     with `whole`, each gets all of them. `splits` are those to copy, by default all."""
     members = resolve_group(group)
+    check_settings(members, "download()", {"source": source, "splits": list(splits), "whole": whole})
     there, here = open_folder(source), open_folder(target)
     if not isinstance(here, LocalFolder):
         raise ValueError(f"{target} is not of this machine: download() copies to a local folder")
+    _refuse_same(there, here)
     index: DataIndex = objects.call_on_first(lambda: read_index(there), group=members)
     unknown = [split for split in splits if split not in index.splits]
     if unknown:
@@ -213,11 +218,11 @@ def _fetch(there: DataFolder, here: LocalFolder, shard: ShardInfo, pause: Callab
                 num_bytes = min(CHUNK_BYTES, shard.num_bytes - start)
                 data = there.open_range(shard.name, start, num_bytes).read(0, num_bytes)
                 if len(data) < num_bytes:
-                    raise DataError(f"{there.url}/{shard.name} is truncated: it ends at byte {start + len(data)}")
+                    raise DataError(f"{there.where(shard.name)} is truncated: it ends at byte {start + len(data)}")
                 digest.update(data)
                 file.write(data)
             if digest.hexdigest() != shard.sha256:
-                raise DataError(f"{there.url}/{shard.name} has another checksum than {INDEX_NAME} says: it is damaged")
+                raise DataError(f"{there.where(shard.name)} has another checksum than {INDEX_NAME} says: it is damaged")
 
     _retry(fetch, pause)
 
@@ -262,6 +267,13 @@ def verify(
 # --- inside ----------------------------------------------------------------------------------------------------------
 
 
+def _refuse_same(source: DataFolder, target: DataFolder) -> None:
+    """Each removes the index of its target before it begins."""
+    if isinstance(source, LocalFolder) and isinstance(target, LocalFolder):
+        if source.root.resolve() == target.root.resolve():
+            raise ValueError(f"{source.url} is both the source and the target; give another folder")
+
+
 def _all_shards(index: DataIndex) -> list[ShardInfo]:
     return [shard for shards in index.splits.values() for shard in shards]
 
@@ -297,10 +309,12 @@ def _hash_file(folder: DataFolder, name: str, num_bytes: int) -> tuple[int, str]
 
 
 def _retry(carry_out: Callable[[], Result], pause: Callable[[float], object]) -> Result:
-    """Call it until it succeeds, at most NUM_TRIES times; then raise its error."""
+    """Call it until it succeeds, at most NUM_TRIES times, and once if the disk is full; then raise its error."""
     for number in range(NUM_TRIES - 1):
         try:
             return carry_out()
+        except DiskFull:
+            raise
         except (DataError, OSError) as error:
             logger.warning("try %d of %d failed: %s", number + 1, NUM_TRIES, error)
             pause(FIRST_PAUSE_S * 2**number)

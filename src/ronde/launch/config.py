@@ -232,6 +232,11 @@ def make_launch_config(
         "ssh_option": (*given.get("ssh_option", ()), *file.get("ssh_option", ())),  # of two, ssh takes the first
         "command": tuple(command) or file.get("command", ()),
     }
+    if not command and any("{best." in word for word in values["command"]):
+        raise ValueError(
+            f"{given['config']}: the command has {{best.…}}, which `ronde workflow` replaces by what the search has "
+            "found; use that, or give a command: ronde run --config job.yaml -- python train.py --lr 0.1"
+        )
     given_settings, file_settings = (
         {
             option.name: found[option.name]
@@ -284,7 +289,9 @@ def host_flags(options: HostOptions, job_file: str = "") -> dict[str, Any]:
     """The flags for make_launch_config() that these options stand for. How hosts are reached, and variables, may also
     be in the section `run` of the job file; which hosts may not. ValueError names a wrong key."""
     run = read_config(job_file) if job_file else {}
-    known = {name: run[name] for name in ("ssh_port", "ssh_identity", "ssh_start_s", "python") if name in run}
+    known: dict[str, Any] = {
+        name: run[name] for name in ("ssh_port", "ssh_identity", "ssh_start_s", "python") if name in run
+    }
     own = {name: value for name in HOST_OPTIONS if (value := getattr(options, name)) not in (None, "", ())}
     flags: dict[str, Any] = {**known, **own}
     own_env = own.get("env", ())
@@ -401,9 +408,14 @@ def read_config(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold keys and values, as in `num_ranks: 4`, got a {type(found).__name__}")
+    section = ""
     if not found.keys().isdisjoint(JOB_SECTIONS):
-        found = _choose_section(path, "run", found, lines)
-    values = {name: _read_key(path, name, value) for name, value in found.items() if value is not None}
+        section, found = "run", _choose_section(path, "run", found, lines)
+    values = {
+        name: _read_key(path, name, value, lines.get((section, str(name))))
+        for name, value in found.items()
+        if value is not None
+    }
     if "env" in values:
         variables = []
         for text in values["env"]:
@@ -444,7 +456,16 @@ def read_section(path: str, section: str, kind: type[SectionOptions]) -> Section
     except msgspec.ValidationError as error:
         name = next((name for name in values if f"$.{name}" in str(error)), "")
         where = f", line {lines[section, str(name)]}" if (section, str(name)) in lines else ""
-        raise ValueError(f"{path}{where}: {section}: {error}") from None
+        raise ValueError(f"{path}{where}: {section}: {explain_wrong_value(kind, values, error)}") from None
+
+
+def explain_wrong_value(kind: type[msgspec.Struct], values: Mapping[Any, Any], error: msgspec.ValidationError) -> str:
+    """Say what msgspec has found wrong in the values of such a struct; where few values are allowed, which ones."""
+    for field in msgspec.inspect.type_info(kind).fields:  # type: ignore[attr-defined]  # of a struct
+        value = values.get(field.name, field.default)
+        if isinstance(field.type, msgspec.inspect.LiteralType) and value not in field.type.values:
+            return f"{field.name} must be one of {', '.join(map(str, field.type.values))}, got {value!r}"
+    return str(error)
 
 
 def _choose_section(
@@ -477,6 +498,11 @@ def _load_yaml(path: str) -> tuple[object, dict[tuple[str, str], int]]:
         found = None if root is None or twice else loader.construct_document(root)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f", line {mark.line + 1}"
+        problem = ", ".join(text for text in (error.problem, error.context) if text)
+        raise ValueError(f"{path}{where} is no YAML: {problem}; is it indented as the lines around it?") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if twice:
@@ -505,7 +531,8 @@ def _yaml_entries(node: Any) -> list[tuple[Any, Any]]:  # nodes of YAML, or None
     return [(entry, None) for entry in (node.value if node.id == "sequence" else [node])]
 
 
-def _read_key(path: str, name: object, value: object) -> Any:  # its kind's
+def _read_key(path: str, name: object, value: object, line: int | None = None) -> Any:  # its kind's
+    path = path if line is None else f"{path}, line {line}"
     source = f"{path}: {name}"
     if name == "command":
         try:

@@ -310,3 +310,18 @@ def assigned_threads() -> int:
     without a launcher, one for each core that it may use."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isascii() and given.isdigit() and int(given) else len(os.sched_getaffinity(0))
+
+
+class KeptVariables:
+    """The environment variables of this process as they are when this object is made. Used by ranks that run one piece
+    of work after another."""
+
+    def __init__(self) -> None:
+        self._variables = dict(os.environ)
+
+    def restore(self) -> None:
+        """Set and remove what has been changed since."""
+        if os.environ != self._variables:
+            for name in os.environ.keys() - self._variables.keys():
+                del os.environ[name]
+            os.environ.update(self._variables)

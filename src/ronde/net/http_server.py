@@ -575,12 +575,14 @@ def _make_protocol_class(options: HttpOptions) -> type[asyncio.Protocol]:
             if self._header_timer is not None:
                 self._header_timer.cancel()
                 self._header_timer = None
-            self.scope["extensions"] = {CLIENT_EXTENSION: self._client}
+            extensions: dict[str, Any] = {CLIENT_EXTENSION: self._client}
+            self.scope["extensions"] = extensions
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
-            self.scope["extensions"][BODY_EXTENSION] = True
+            extensions: dict[str, Any] = self.scope["extensions"]
+            extensions[BODY_EXTENSION] = True
             if not self.pipeline:  # uvicorn stops reading in large bodies, and would not see that the client leaves
                 self.flow.resume_reading()
 

@@ -299,9 +299,9 @@ def read_manifest_at(folder: DataFolder, name: str) -> PredictManifest | None:
     try:
         manifest = msgspec.json.decode(data, type=PredictManifest)
     except msgspec.MsgspecError as error:
-        raise DataError(f"{folder.url}/{name} is damaged or no manifest of ronde: {error}") from None
+        raise DataError(f"{folder.where(name)} is damaged or no manifest of ronde: {error}") from None
     if manifest.format != MANIFEST_FORMAT:
-        raise DataError(f"{folder.url}/{name} is no manifest of predictions")
+        raise DataError(f"{folder.where(name)} is no manifest of predictions")
     return manifest
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ronde.search.protocol import Outcome
     from ronde.search.results import RunningTrial, SearchResult, SearchStatus, TrialResult
-    from ronde.search.run import run
+    from ronde.search.run_search import run
     from ronde.search.trial import Trial, TrialPruned
 
 __all__ = [
@@ -43,7 +43,7 @@ _MODULES = {
     **dict.fromkeys(("RunningTrial", "SearchResult", "SearchStatus", "TrialResult"), "results"),
     **dict.fromkeys(("Trial", "TrialPruned"), "trial"),
     "Outcome": "protocol",
-    "run": "run",
+    "run": "run_search",
 }
 
 
@@ -51,6 +51,12 @@ def __getattr__(name: str) -> object:
     """Load a name when it is used: a worker has no use for Optuna, which takes a second to import."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"ronde.search.{_MODULES[name]}"), name)
-    globals()[name] = value  # `run` is a function and a module
+    try:
+        module = importlib.import_module(f"ronde.search.{_MODULES[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "optuna":
+            raise
+        raise ModuleNotFoundError("Optuna is not installed; run: pip install 'ronde[search]'", name="optuna") from None
+    value: object = getattr(module, name)
+    globals()[name] = value
     return value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from ronde.data.files import wait_for_lock
 from ronde.errors import RondeError
+from ronde.types import Deadline
 
 LOCK_WAIT_S = 10.0
 """How long a driver that is just ending may hold the journal."""
@@ -41,9 +42,15 @@ class StudyJournal(JournalFileBackend):
         """Called by Optuna."""
         if self._batch is not None:
             self._batch += logs
-        else:
+            return
+        try:
             super().append_logs(logs)
-            self._num_written += len(logs)
+        except OSError as error:  # such as a full disk
+            raise RondeError(
+                f"cannot write {self._file_path}: {error.strerror}; the search has ended, and the same command goes on "
+                "when it can be written again"
+            ) from error
+        self._num_written += len(logs)
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]  # wider than it needs
         """Called by Optuna."""
@@ -71,10 +78,8 @@ def open_journal(path: Path) -> StudyJournal:
     """Open a journal for writing, or make it; repair what a killed driver has left. RondeError when another driver has
     it open, ValueError when it is damaged in the middle."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = _open_locked(path)
     try:
-        if not wait_for_lock(fd, LOCK_WAIT_S):
-            raise RondeError(f"another search is running in {path.parent}; wait for its end, or choose another folder")
         size = repair_end(path)
         os.truncate(fd, size)
         for stale in path.parent.glob(f"{path.name}{OPTUNA_LOCK_SUFFIX}*"):
@@ -83,6 +88,36 @@ def open_journal(path: Path) -> StudyJournal:
     except BaseException:
         os.close(fd)
         raise
+
+
+@contextmanager
+def lock_journal(path: Path) -> Iterator[None]:
+    """Within this context no driver has this journal open. RondeError when one has."""
+    fd = _open_locked(path)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _open_locked(path: Path) -> int:
+    """Open the file, make it if need be, and take its lock. What is locked is the file of this name, also when another
+    driver has just removed the one that was opened."""
+    deadline = Deadline(LOCK_WAIT_S)
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if not wait_for_lock(fd, deadline.remaining_s):
+                raise RondeError(
+                    f"another search is running in {path.parent}; wait for its end, or choose another folder"
+                )
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), path.stat()):
+                    return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
 
 
 def repair_end(path: Path) -> int:

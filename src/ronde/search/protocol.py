@@ -24,7 +24,7 @@ class StartTrial(SearchMessage, frozen=True):
     """1 the first time; after the loss of a rank the trial is tried again."""
     params: dict[str, ParameterValue]
     seed: int
-    is_judged: bool
+    has_pruner: bool
     """Whether every report gets a PruneDecision."""
 
 
@@ -75,7 +75,7 @@ class ReportedValue(SearchMessage, frozen=True):
 
 
 class Outcome(enum.Enum):
-    """How a trial has ended."""
+    """How a trial has ended: COMPLETE, PRUNED or FAILED."""
 
     COMPLETE = "complete"
     PRUNED = "pruned"

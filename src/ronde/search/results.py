@@ -50,7 +50,9 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
         """The complete trial with the best value. ValueError if there is none."""
         complete = [trial for trial in self.trials if trial.outcome is Outcome.COMPLETE and trial.value is not None]
         if not complete:
-            raise ValueError(f"of {format_count(len(self.trials), 'trial')}, none is complete")
+            failed = [trial for trial in self.trials if trial.outcome is Outcome.FAILED]
+            why = f"; trial {failed[-1].number} has failed: {failed[-1].reason}" if failed else ""
+            raise ValueError(f"of {format_count(len(self.trials), 'trial')}, none is complete{why}")
         return find_best(complete, self.direction)
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,11 +63,14 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
         return {**found, "best": msgspec.to_builtins(self.best, str_keys=True) if complete else None, "counts": counts}
 
     def to_csv(self) -> str:
-        """Return a table with a row for each trial."""
+        """Return a table with a row for each trial. The column of a parameter that has the name of another column is
+        `params.NAME`."""
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.params))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["number", "outcome", "value", *names, "seconds", "attempts", "reason"])
+        before, behind = ("number", "outcome", "value"), ("seconds", "attempts", "reason")
+        columns = [f"params.{name}" if name in (*before, *behind) else name for name in names]
+        writer.writerow([*before, *columns, *behind])
         for trial in self.trials:
             values = [trial.params.get(name) for name in names]
             value = "" if trial.value is None else trial.value

@@ -1,9 +1,9 @@
 """Which trial runs on which group of workers, and what becomes of it. No I/O and no clock: events in, actions out. Used
-by the tuner.
+by the search driver.
 
     STARTING ──ready──► IDLE ──start──► BUSY ──every rank has ended──► IDLE
        ▲                                 │
-       └────── lost, or out of time ─────┘          three starts without a trial: CLOSED
+       └── lost, out of time, worn out ──┘          three starts without a trial: CLOSED
 
 A trial that loses a rank is run again with the same parameters, before any new one, until it has had all its attempts.
 """
@@ -95,6 +95,8 @@ class _GroupSlot:
     incarnation: int = 1
     ready_ranks: set[int] = field(default_factory=set)
     num_bad_starts: int = 0
+    num_trials: int = 0
+    """That these workers have run to the end."""
     attempt: _Attempt | None = None
 
 
@@ -111,16 +113,18 @@ class TrialScheduler:
         interrupted: Sequence[PlannedTrial],
         ask: Callable[[], PlannedTrial | None],
         tell: Callable[[TrialResult], None],
-        judge: Callable[[int, Mapping[int, float]], bool],
+        should_prune: Callable[[int, Mapping[int, float]], bool],
         make_start: Callable[[PlannedTrial, int], StartTrial],
-        is_judged: bool,
+        has_pruner: bool,
         retries: int,
+        trials_per_worker: int = 0,
         trial_s: float = 0.0,
         has_success: bool = False,
     ) -> None:
         """`interrupted` are run first. `ask` returns a new trial; `tell` records how one has ended, before the next is
-        asked for; `judge` returns whether one is to be pruned; `make_start` makes the message for a trial and its
-        attempt. `num_ended` trials have ended before, and `has_success` if one of them has not failed."""
+        asked for; `should_prune` returns whether one is to be pruned; `make_start` makes the message for a trial and
+        its attempt. `num_ended` trials have ended before, and `has_success` if one of them has not failed. After
+        `trials_per_worker` trials the workers of a group are replaced; 0 for never."""
         self._groups = [_GroupSlot() for _ in range(num_groups)]
         self._ranks_per_group = ranks_per_group
         self._num_trials = num_trials
@@ -128,13 +132,15 @@ class TrialScheduler:
         self._queue: deque[tuple[PlannedTrial, int]] = deque((planned, 1) for planned in interrupted)
         self._ask = ask
         self._tell = tell
-        self._judge = judge
+        self._should_prune = should_prune
         self._make_start = make_start
-        self._is_judged = is_judged
+        self._has_pruner = has_pruner
         self._retries = retries
+        self._trials_per_worker = trials_per_worker or math.inf
         self._trial_s = trial_s or math.inf
         self._has_success = has_success
         self._num_failed = 0
+        self._was_ready = False  # a group, once
         self.is_exhausted = False
         """Whether the space has no more points."""
         self.failure = ""
@@ -167,6 +173,7 @@ class TrialScheduler:
         if len(slot.ready_ranks) < self._ranks_per_group:
             return []
         slot.state = GroupState.IDLE
+        self._was_ready = True
         return self._assign(now_s)
 
     def handle_report(self, group: int, incarnation: int, report: ReportedValue) -> list[Action]:
@@ -175,9 +182,9 @@ class TrialScheduler:
         if attempt is None:
             return []
         attempt.values[report.step] = report.value
-        if not self._is_judged:
+        if not self._has_pruner:
             return []
-        attempt.is_pruned = attempt.is_pruned or self._judge(report.number, attempt.values)
+        attempt.is_pruned = attempt.is_pruned or self._should_prune(report.number, attempt.values)
         return [SendToGroup(group, PruneDecision(report.number, report.attempt, report.step, attempt.is_pruned))]
 
     def handle_ended(self, group: int, incarnation: int, rank: int, ended: TrialEnded, now_s: float) -> list[Action]:
@@ -188,7 +195,11 @@ class TrialScheduler:
         attempt.ended[rank] = ended
         if len(attempt.ended) == self._ranks_per_group:
             self._finish(group, *decide_outcome(attempt.ended), now_s)
-            self._groups[group].state = GroupState.IDLE
+            slot = self._groups[group]
+            slot.num_trials += 1
+            if slot.num_trials >= self._trials_per_worker:
+                return [*self._restart(group, "its workers have run all their trials"), *self._assign(now_s)]
+            slot.state = GroupState.IDLE
             return self._assign(now_s)
         if ended.outcome is Outcome.COMPLETE and rank != 0:
             return []  # rank 0 may go on to evaluate, and to report
@@ -216,9 +227,12 @@ class TrialScheduler:
         return [*actions, *self._restart(group, reason), *self._assign(now_s)]
 
     def handle_worker_failed(self, reason: str) -> list[Action]:
-        """The objective or the setup does not work at all."""
-        self.failure = self.failure or f"the workers cannot begin: {reason}"
-        return []
+        """The objective or the setup does not work in a worker: at all, or if others were ready before, only there and
+        now. Then its group is lost when the worker exits, and started again."""
+        if not self._was_ready:
+            self.failure = self.failure or f"the workers cannot begin: {reason}"
+            return []
+        return [ShowMessage(f"a worker cannot begin: {reason}")]
 
     def handle_time(self, now_s: float) -> list[Action]:
         """End what takes too long."""
@@ -339,6 +353,7 @@ class TrialScheduler:
     def _restart(self, group: int, reason: str) -> list[Action]:
         slot = self._groups[group]
         slot.ready_ranks.clear()
+        slot.num_trials = 0
         slot.incarnation += 1
         has_work = self._queue or (self._num_new and not self.is_exhausted)
         if slot.num_bad_starts >= MAX_STARTS or not has_work:

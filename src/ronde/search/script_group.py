@@ -28,13 +28,14 @@ from ronde.search.protocol import (
 )
 from ronde.search.results import format_value
 from ronde.search.space import Parameters
-from ronde.search.trial_output import TrialOutput
-from ronde.search.worker_group import GroupEvent, GroupLost, WorkerEvent, describe_loss, kill_driver
+from ronde.search.trial_output import OUTPUT_FOLDER, TrialOutput, trial_file_name
+from ronde.search.worker_group import OVER, GroupEvent, GroupLost, WorkerEvent, describe_loss, kill_driver
 from ronde.text import shorten
 
 MAX_LINE_BYTES = 64 * 1024
 """A longer line is no metric."""
 MAX_REASON_CHARS = 500
+MAX_SHOWN_CHARS = 60
 PRUNED = "the trial is pruned"
 
 
@@ -53,6 +54,7 @@ class MetricReader:
         self._key = key
         self._rest = b""
         self._next_step = 0
+        self._no_number = ""  # what was found last in the place of a number
 
     def feed(self, data: bytes) -> list[tuple[int, float]]:
         """Return the (step, value) of each line that is complete now and has one. NaN is a value, too."""
@@ -63,6 +65,17 @@ class MetricReader:
     def finish(self) -> list[tuple[int, float]]:
         """Return what a last line without an end has."""
         return self.feed(b"\n")
+
+    def explain_missing(self, printed: Path) -> str:
+        """Say why no value was found in an output that is in this file."""
+        if self._no_number and self._pattern is not None:
+            return f"`metric` has found {self._no_number!r}, which is no number: put the number alone into a group (…)"
+        if self._no_number:
+            return f"{self._key!r} in its JSON lines is no number: {self._no_number!r}"
+        if not printed.exists():
+            return "it has printed nothing, so there is no metric"
+        name = "metric" if self._pattern is not None else "metric_key"
+        return f"the metric is in no line of its standard output; compare `{name}` with {printed}"
 
     def _read(self, line: bytes) -> tuple[int, float] | None:
         text = line.decode(errors="replace").strip()
@@ -85,6 +98,7 @@ class MetricReader:
         try:
             value = float(found)  # type: ignore[arg-type]  # what is no number raises
         except (TypeError, ValueError):
+            self._no_number = shorten(str(found), MAX_SHOWN_CHARS)
             return None
         if isinstance(step, bool) or not isinstance(step, int) or step < self._next_step:
             step = self._next_step
@@ -94,22 +108,24 @@ class MetricReader:
 
 def make_command(command: Sequence[str], params: Parameters) -> tuple[str, ...]:
     """Return the command of a trial: `{lr}` becomes the value of lr, and parameters that the command does not name that
-    way are added as flags: --lr 0.1."""
-    words, named = [], set()
-    for word in command:
-        for name, value in params.items():
-            if f"{{{name}}}" in word:
-                named.add(name)
-                word = word.replace(f"{{{name}}}", format_value(value))
-        words.append(word)
+    way are added as flags: --lr 0.1, or --lr=-0.1, which argparse would take for another flag."""
+    named = set()
+
+    def replace_name(match: re.Match[str]) -> str:
+        named.add(match[1])
+        return format_value(params[match[1]])
+
+    pattern = re.compile(r"\{(" + "|".join(map(re.escape, params)) + r")\}")
+    words = [pattern.sub(replace_name, word) for word in command]
     for name, value in params.items():
         if name not in named:
-            words += [f"--{name}", format_value(value)]
+            text = format_value(value)
+            words += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
     return tuple(words)
 
 
 class ScriptGroup:
-    """Runs the command, once for each trial. For the tuner it is a group of one rank."""
+    """Runs the command, once for each trial. For the search driver it is a group of one rank."""
 
     def __init__(
         self,
@@ -143,12 +159,12 @@ class ScriptGroup:
         elif isinstance(message, PruneDecision) and message.prune and self._driver is not None:
             self._driver.stop(PRUNED)
 
-    def stop(self) -> None:
+    def stop(self, *, now: bool) -> None:
         if self._driver is not None:
-            self._driver.stop("the search is over")
+            self._driver.stop(OVER)
 
     def close(self) -> None:
-        self._kill("the search is over")
+        self._kill(OVER)
 
     def _kill(self, reason: str) -> None:
         driver, thread = self._driver, self._thread
@@ -194,8 +210,8 @@ class ScriptGroup:
                 report(reader.finish())
                 if result.summary:
                     output.print_message(result.summary)
-                event = self._judge_end(start, incarnation, result, values, errors)
-            except Exception as error:  # the edge of the thread: the tuner has to know
+                event = self._decide_end(start, incarnation, result, values, errors, reader)
+            except Exception as error:  # the edge of the thread: the search driver has to know
                 event = GroupLost(self._index, incarnation, f"{type(error).__name__}: {error}")
             output.close()
             self._post(event)
@@ -203,13 +219,14 @@ class ScriptGroup:
         self._thread = threading.Thread(target=run, name=f"ronde-search-{self._index}", daemon=True)
         start_thread(self._thread)
 
-    def _judge_end(
+    def _decide_end(
         self,
         start: StartTrial,
         incarnation: int,
         result: JobResult,
         values: list[float],
         errors: Mapping[int, bytes],
+        reader: MetricReader,
     ) -> GroupEvent:
         """`errors` has the end of what each rank has written to standard error. A script that ends by itself, also with
         an error, has ended its trial; one that was killed is lost."""
@@ -230,7 +247,8 @@ class ScriptGroup:
             reason = describe_loss(result)
             return ended(Outcome.FAILED, reason=shorten(f"{reason} ({last})" if last else reason, MAX_REASON_CHARS))
         if not values:
-            return ended(Outcome.FAILED, reason="it has printed no metric; check `metric` against its output")
+            printed = self._folder / OUTPUT_FOLDER / trial_file_name(start.number)
+            return ended(Outcome.FAILED, reason=reader.explain_missing(printed))
         if math.isnan(values[-1]):
             return ended(Outcome.FAILED, reason="its metric is NaN: the parameters do not work")
         return ended(Outcome.COMPLETE, values[-1])

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from ronde.search.protocol import ParameterValue
@@ -64,7 +66,7 @@ def point_key(params: Mapping[str, ParameterValue]) -> tuple[tuple[str, str, str
 
 
 def _check_name(name: object) -> str:
-    if not isinstance(name, str) or not name or name.startswith("-") or "=" in name or any(map(str.isspace, name)):
+    if not isinstance(name, str) or not re.fullmatch(r"[^-=\s][^=\s]*", name) or not name.isprintable():
         raise ValueError(f"the name of a parameter is a word, as in lr; got {name!r}")
     return name
 
@@ -72,10 +74,12 @@ def _check_name(name: object) -> str:
 def _parse_parameter(name: str, written: Any) -> BaseDistribution:
     if isinstance(written, CategoricalDistribution | FloatDistribution | IntDistribution):
         return written
-    if isinstance(written, list | tuple):
+    if isinstance(written, list):
         return _parse_choices(name, written)
     if not isinstance(written, Mapping):
-        raise ValueError(f"{name}: write the choices, as in [16, 32], or the ends, as in {{low: 1, high: 8}}")
+        raise ValueError(
+            f"{name}: write a list of choices, as in [16, 32], or the ends, as in {{low: 1, high: 8}}; got {written!r}"
+        )
     for key in written:
         if key not in _KEYS:
             raise ValueError(f"{name}: unknown key {key!r}; there are {', '.join(_KEYS)}")
@@ -100,9 +104,10 @@ def _parse_parameter(name: str, written: Any) -> BaseDistribution:
         raise ValueError(f"{name}: {' '.join(str(error).split())}") from None
 
 
-def _parse_choices(name: str, choices: list[Any] | tuple[Any, ...]) -> CategoricalDistribution:
+def _parse_choices(name: str, choices: list[Any]) -> CategoricalDistribution:
     if not choices:
         raise ValueError(f"{name}: there are no choices")
+    choices = [_as_plain(choice) for choice in choices]
     for choice in choices:
         if not isinstance(choice, bool | int | float | str | None):
             raise ValueError(f"{name}: a choice is a number, a text, true, false or null; got {choice!r}")
@@ -113,6 +118,7 @@ def _parse_choices(name: str, choices: list[Any] | tuple[Any, ...]) -> Categoric
 
 def _parse_number(source: str, value: object) -> int | float:
     """Return a number. YAML reads 1e-4 as a text, because it has no point."""
+    value = _as_plain(value)
     if isinstance(value, str):
         try:
             value = float(value)
@@ -121,6 +127,11 @@ def _parse_number(source: str, value: object) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{source} must be a number, got {value!r}")
     return value
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, and anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _parse_value(name: str, distribution: BaseDistribution, value: object) -> ParameterValue:

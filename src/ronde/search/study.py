@@ -19,14 +19,22 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 import optuna
-from optuna.distributions import distribution_to_json
+from optuna.distributions import distribution_to_json, json_to_distribution
 from optuna.storages import JournalStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ronde.search.journal import StudyJournal, open_journal
 from ronde.search.protocol import Outcome
 from ronde.search.results import TrialResult
-from ronde.search.space import Parameters, Space, count_points, iterate_points, parse_point, point_key
+from ronde.search.space import (
+    Parameters,
+    Space,
+    count_points,
+    describe_distribution,
+    iterate_points,
+    parse_point,
+    point_key,
+)
 from ronde.text import format_count
 
 JOURNAL_NAME = "journal.log"
@@ -92,6 +100,7 @@ class SearchStudy:
         try:
             with _quiet_optuna():
                 self._storage = JournalStorage(self._journal)
+                self._remove_unused_study()
                 if not self._storage.get_all_studies():
                     optuna.create_study(storage=self._storage, study_name=STUDY_NAME, direction=options.direction)
                 self._study = optuna.load_study(storage=self._storage, study_name=STUDY_NAME, pruner=pruner)
@@ -134,7 +143,7 @@ class SearchStudy:
         if attributes:
             self._stale_rungs[number] = set(attributes)
 
-    def judge(self, number: int, values: Mapping[int, float]) -> bool:
+    def should_prune(self, number: int, values: Mapping[int, float]) -> bool:
         """Return whether a running trial is to be pruned, from what this attempt has reported, by step."""
         if self.options.pruner == "none":
             return False
@@ -194,6 +203,12 @@ class SearchStudy:
             return self._random.choice(left) if left else None
         return None
 
+    def _remove_unused_study(self) -> None:
+        """Remove a study without trials: a mistake in the objective, mended since, is no reason to refuse."""
+        for study in self._storage.get_all_studies():
+            if not self._storage.get_n_trials(study._study_id):
+                self._storage.delete_study(study._study_id)
+
     def _check_facts(self, folder: Path) -> None:
         """Compare what the study was made for with what it is opened for; write it down, if it is new."""
         space = {name: distribution_to_json(distribution) for name, distribution in self.space.items()}
@@ -203,13 +218,26 @@ class SearchStudy:
         for name, fact in facts.items():
             if known.get(name) != fact:
                 what = "objective" if name == "what" else name
-                was = "" if name == "space" else f": {json.dumps(known.get(name))}"
+                is_space = name == "space"
+                shown = _describe_change(known["space"], space) if is_space else json.dumps(known.get(name))
                 raise ValueError(
-                    f"{folder} has a search with another {what}{was}; choose another folder, or replace it "
+                    f"{folder} has a search with another {what}: {shown}; choose another folder, or replace the search "
                     "(--overwrite)"
                 )
         if written is None:
             self._study.set_user_attr(FACTS, facts)
+
+
+def _describe_change(was: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Say in which parameter a space differs from another, both with Optuna's JSON of each parameter."""
+    for name in {**was, **now}:
+        old, new = (
+            describe_distribution(json_to_distribution(space[name])) if name in space else "not there"
+            for space in (was, now)
+        )
+        if was.get(name) != now.get(name):
+            return f"{name} was {old}, and is {new}"
+    return "the parameters are in another order"
 
 
 class Proposals:
@@ -315,6 +343,6 @@ def check_num_trials(space: Space, num_trials: int, num_points: int, sampler: Sa
         if num_trials == 0:
             raise ValueError("give the number of trials: the space has no end of points")
     if count is not None and count < num_trials:
-        points = format_count(count, "point")
-        return count, f"the space has only {points}: the search ends after {points} instead of {num_trials}"
+        points, trials = format_count(count, "point"), format_count(count, "trial")
+        return count, f"the space has only {points}: the search ends after {trials} instead of {num_trials}"
     return num_trials, ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+import operator
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ronde.errors import RoundEnded
 from ronde.search.protocol import (
@@ -33,7 +34,7 @@ class Trial:
     """One set of parameters that is tried. Every rank of the trial has one, and all of them are alike."""
 
     def __init__(self, start: StartTrial, pipes: TrialPipes, *, rank: int, slot: int, report_s: float) -> None:
-        # `report_s` is how long an answer to a report may take.
+        # `report_s` is how long ranks other than 0 wait for the answer to a report, which rank 0 has to make, too.
         self.number = start.number
         """Of this trial in its search, from 0."""
         self.params: dict[str, ParameterValue] = dict(start.params)
@@ -62,17 +63,30 @@ class Trial:
         self._last_step = step
         if self._rank == 0:
             self._pipes.send(encode_message(ReportedValue(self.number, self.attempt, step, number)))
-        if self._start.is_judged:
+        if self._start.has_pruner:
             self._is_pruned = self._await_decision(step)
 
     def should_prune(self) -> bool:
         """Whether the trial is not worth going on with, as far as its last report shows. The answer is the same in all
-        ranks. Raise TrialPruned then."""
+        ranks. Raise TrialPruned then; Optuna's does, too."""
         return self._is_pruned
+
+    if not TYPE_CHECKING:  # which would believe that a trial has any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            # Called for names that a trial does not have.
+            if name.startswith("suggest_"):
+                raise AttributeError(
+                    f"a trial of ronde has no {name}(): the space is an argument of run(), or in the job file, and the "
+                    "value of lr is trial.params['lr']"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _await_decision(self, step: int) -> bool:
         while True:
-            message = decode_for_worker(self._pipes.receive(self._report_s))
+            # Rank 0 has asked, so it waits for as long as there is a driver, also for one that is stopped (Ctrl-Z).
+            within_s = None if self._rank == 0 else self._report_s
+            message = decode_for_worker(self._pipes.receive(within_s))
             if not isinstance(message, PruneDecision | AbandonTrial):
                 raise AssertionError(f"a message that no trial expects: {message}")
             if (message.number, message.attempt) != (self.number, self.attempt):
@@ -88,9 +102,13 @@ class Trial:
 
 
 def _as_step(step: object) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]  # what is none raises
+    except TypeError:
+        number = -1
+    if number < 0:
         raise ValueError(f"the step of a report must be a whole number of at least 0, got {step!r}")
-    return step
+    return number
 
 
 def _as_number(value: Any, what: str) -> float:

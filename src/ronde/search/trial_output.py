@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from ronde.launch.output.tail import OutputTail
 from ronde.launch.output.terminal import OutputClosed
 from ronde.launch.protocol import StdStream
 
 OUTPUT_FOLDER = "output"
+MAX_REST_BYTES = 64 * 1024
+"""An unfinished line is kept up to this length."""
+
+logger = logging.getLogger("ronde.search")
 
 
 class TrialOutput:
-    """The output of one group of workers. The driver of the group writes in its thread; the tuner switches files."""
+    """The output of one group of workers. The driver of the group writes, in its thread; that of the search switches
+    files."""
 
     def __init__(
         self,
@@ -32,10 +38,11 @@ class TrialOutput:
         self._name = name
         self._num_ranks = num_ranks
         self._on_data = on_data
-        self._file: BinaryIO | None = None
+        self._file: Any = None  # a raw file, so nothing is left to be written when it is closed
         self._rests: dict[tuple[int, StdStream], bytes] = {}
         """Unfinished lines."""
         self._tails: dict[int, OutputTail] = {}
+        self._has_warned = False
         self._lock = threading.Lock()
 
     def begin_trial(self, number: int) -> None:
@@ -57,6 +64,8 @@ class TrialOutput:
                 self._write(data)
             else:
                 *lines, rest = (self._rests.pop((rank, stream), b"") + data).split(b"\n")
+                if len(rest) > MAX_REST_BYTES:  # a line that does not end is cut
+                    lines, rest = [*lines, rest], b""
                 self._write(b"".join(b"[%d] %s\n" % (rank, line) for line in lines))
                 if rest:
                     self._rests[rank, stream] = rest
@@ -98,11 +107,16 @@ class TrialOutput:
         self._rests.clear()
 
     def _write(self, data: bytes) -> None:
-        if data:
+        if not data:
+            return
+        try:
             if self._file is None:
-                self._file = (self._folder / self._name).open("ab")
+                self._file = (self._folder / self._name).open("ab", buffering=0)
             self._file.write(data)
-            self._file.flush()
+        except OSError as error:  # such as a full disk: the trial goes on without
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("cannot write %s, so output of trials is lost: %s", self._folder, error.strerror)
 
 
 def trial_file_name(number: int) -> str:

@@ -1,7 +1,7 @@
 """A group of warm workers: a small job of the launcher, with as many ranks as a trial has, that runs one trial after
-another. Its driver has a thread of its own; events go to the tuner's queue.
+another. Its driver has a thread of its own; events go to the queue of the search driver.
 
-WorkerGroup runs functions; ScriptGroup (script_group) starts a command for each trial. The tuner knows both as
+WorkerGroup runs functions; ScriptGroup (script_group) starts a command for each trial. The search driver knows both as
 TrialGroup.
 """
 
@@ -36,6 +36,7 @@ STOP_GRACE_S = 5.0
 KILL_TIMEOUT_S = 30.0
 """How long a driver may take to end ranks that it was told to kill."""
 MAX_LOSS_CHARS = 300
+OVER = "the search is over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,15 @@ class TrialGroup(Protocol):
     def send(self, message: DriverToWorker) -> None:
         """Send a message to all ranks."""
 
-    def stop(self) -> None:
-        """Let everything end. It does not wait."""
+    def stop(self, *, now: bool) -> None:
+        """Let everything end, `now` also what runs a trial. It does not wait, so all groups end at the same time."""
 
     def close(self) -> None:
         """Wait for the end, and kill what does not end by itself. Idempotent."""
 
 
 class WorkerGroup:
-    """Warm workers. Its methods are called by the tuner."""
+    """Warm workers. Its methods are called by the search driver."""
 
     def __init__(self, index: int, job: Job, folder: Path, post: Callable[[GroupEvent], None]) -> None:
         self._index = index
@@ -86,10 +87,11 @@ class WorkerGroup:
         self._output = TrialOutput(folder, f"worker-{index}.txt", num_ranks=job.num_ranks)
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
+        self._stop_deadline = Deadline(0.0)
 
     def start(self, incarnation: int) -> None:
+        self._output.end_trial()  # before the launcher says that it ends the former ranks
         self._kill("the group is started again")
-        self._output.end_trial()
 
         def on_message(rank: int, data: bytes) -> None:
             self._post(WorkerEvent(self._index, incarnation, rank, decode_for_driver(data)))
@@ -102,7 +104,7 @@ class WorkerGroup:
                 reason = describe_loss(result)
                 if result.summary:
                     self._output.print_message(result.summary)
-            except Exception as error:  # the edge of the thread: the tuner has to know
+            except Exception as error:  # the edge of the thread: the search driver has to know
                 reason = f"{type(error).__name__}: {error}"
             self._post(GroupLost(self._index, incarnation, reason))
 
@@ -117,14 +119,17 @@ class WorkerGroup:
         for rank in range(self._job.num_ranks):
             self._driver.send(rank, data)
 
-    def stop(self) -> None:
-        if self._driver is not None:
+    def stop(self, *, now: bool) -> None:
+        self._stop_deadline = Deadline(STOP_GRACE_S)
+        if self._driver is not None and now:
+            self._driver.stop(OVER)
+        elif self._driver is not None:
             self.send(StopWorker())
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.join(STOP_GRACE_S)
-        self._kill("the search is over")
+            self._thread.join(self._stop_deadline.remaining_s)
+        self._kill(OVER)
         self._output.close()
 
     def _kill(self, reason: str) -> None:

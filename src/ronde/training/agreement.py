@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -31,6 +32,19 @@ def check_equal(group: Group, what: str, entries: Sequence[str]) -> None:
     error = Mismatch(f"{what}: the ranks differ. {first_difference(lists)}")
     error.answers = lists
     raise error
+
+
+def check_settings(
+    group: Group, what: str, settings: Mapping[str, object], *, hints: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise Mismatch, the same on every member, naming the first setting that differs. `hints` say for some settings
+    what may have been meant. Collective."""
+    told: list[dict[str, str]] = objects.allgather({name: repr(each) for name, each in settings.items()}, group=group)
+    for name in told[0]:
+        answers = {rank: f"{name}={each.get(name)}" for rank, each in zip(group.ranks, told, strict=True)}
+        if len(set(answers.values())) > 1:
+            hint = hints.get(name, "")
+            raise Mismatch(f"{what} needs the same settings on all ranks: {format_rank_answers(answers)}{hint}")
 
 
 def all_equal(group: Group, data: bytes) -> bool:

@@ -5,6 +5,7 @@ python -m tests.jobs.scripts.search_objectives FOLDER [NUM_WRITES]
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import os
@@ -26,7 +27,7 @@ SPACE = {"x": {"low": 0.0, "high": 1.0}, "kind": ["a", "b", "c"]}
 
 
 def chaos(trial: Trial) -> float:
-    """Two ranks whose reports are judged. Ranks of some trials are killed in their first attempt."""
+    """Two ranks whose reports go to a pruner. Ranks of some trials are killed in their first attempt."""
     ronde.init()
     x = trial.params["x"]
     assert isinstance(x, float)
@@ -63,9 +64,16 @@ def load_data() -> list[int]:
 
 def probe(trial: Trial, data: list[int]) -> float:
     """Says what a trial finds in its process, and leaves it in disorder."""
-    print(json.dumps({"pid": data[0], "random": random.random(), "numpy": np.random.rand(), "cwd": str(Path.cwd())}))
+    found = {"pid": data[0], "random": random.random(), "numpy": np.random.rand(), "cwd": str(Path.cwd())}
+    found["variable"] = os.environ.get("OF_A_TRIAL")
+    found["handler"] = str(signal.getsignal(signal.SIGALRM))
+    found["timer"] = signal.getitimer(signal.ITIMER_REAL)[0]
+    print(json.dumps(found))
     random.seed(99)
     os.chdir("/")
+    os.environ["OF_A_TRIAL"] = "1"
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("the alarm of another trial"))
+    signal.setitimer(signal.ITIMER_REAL, 3600.0)
     return float(trial.number)
 
 
@@ -76,6 +84,13 @@ def wait_for_file(trial: Trial) -> float:
     while (folder / "wait").exists():
         time.sleep(0.05)
     return 0.0
+
+
+class SilentError(Exception):
+    """Cannot even be printed."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
 
 
 def moody(trial: Trial) -> Any:
@@ -89,10 +104,23 @@ def moody(trial: Trial) -> Any:
             raise KeyError("no such layer")
         case "exit":
             sys.exit("enough")
+        case "cancelled":
+            raise asyncio.CancelledError  # no Exception, but a BaseException
+        case "silent":
+            raise SilentError
+        case "fork":
+            if not os.fork():
+                sys.exit("this is a child, and its end is not that of the trial")
+        case "prune as in Optuna":
+            import optuna
+
+            raise optuna.TrialPruned
+        case "suggest as in Optuna":
+            return trial.suggest_float("x", 0, 1)  # type: ignore[attr-defined]
         case "report nan":
             trial.report(float("nan"), 0)
         case "late":
-            trial.report(1.0, 3)
+            trial.report(1.0, np.int64(3))  # type: ignore[arg-type]
             trial.report(1.0, 2)
     return 1.0
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,9 @@ class CountingFolder:
         with self._lock:
             self.num_bytes += num_bytes
 
+    def where(self, name: str) -> str:
+        return self._folder.where(name)
+
     def list_files(self) -> list[FileInfo]:
         return self._folder.list_files()
 
@@ -80,6 +83,9 @@ class CountingFolder:
         data = source.read(0, num_bytes)
         self.count(len(data))
         return MemoryRange(data)
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self.open_range(name, start, num_bytes).read(0, num_bytes) for start, num_bytes in ranges]
 
     def write(self, name: str, data: bytes | Path) -> None:
         self._folder.write(name, data)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -40,7 +42,14 @@ def test_a_name_that_could_leave_its_folder_is_refused(name: str, tmp_path: Path
 
 
 def test_ordinary_names_are_accepted() -> None:
-    assert [safe_name(name) for name in ("a", "a/b.c", "..a", "é/ü", "a b")] == ["a", "a/b.c", "..a", "é/ü", "a b"]
+    names = ["a", "a/b.c", "..a", "é/ü", "a b", "2026-01-01T10:00:00.jpg"]
+    assert [safe_name(name) for name in names] == names
+
+
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    for name in ("x" * 255, "日" * 85):
+        LocalFolder(tmp_path).write(name, b"whole")
+        assert (tmp_path / name).read_bytes() == b"whole"
 
 
 def test_nothing_is_written_through_a_link_that_leads_out_of_the_folder(tmp_path: Path) -> None:
@@ -162,6 +171,26 @@ def test_data_are_read_without_the_cache_when_its_disk_is_full(
     for start in (0, 10, 20):
         assert folder.open_range("x", start, 10).read(0, 10) == bytes(range(start, start + 10))
     assert caplog.text.count("No space left on device") == 1
+
+
+def test_data_are_read_without_the_cache_while_a_stopped_process_has_it_locked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/x").write_bytes(bytes(range(100)))
+    far = CountingFolder(tmp_path / "data", is_far=True)
+    folder = CachedFolder(far, tmp_path / "cache", 1000)
+    folder.open_range("x", 0, 10)
+    monkeypatch.setattr(files, "CACHE_LOCK_S", 0.01)
+    with contextlib.ExitStack() as locked:
+        for path in (tmp_path / "cache").glob(".lock-*"):
+            file = locked.enter_context(path.open())
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for _ in range(2):
+            assert folder.open_range("x", 0, 10).read(0, 10) == bytes(range(10))
+            assert folder.open_range("x", 50, 10).read(0, 10) == bytes(range(50, 60))
+        assert caplog.text.count("another process has locked") == 1
+    assert folder.open_range("x", 70, 10).read(0, 10) == bytes(range(70, 80))
 
 
 def test_folders_behind_links_belong_to_the_data_and_circles_are_refused(tmp_path: Path) -> None:

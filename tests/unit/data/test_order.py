@@ -40,6 +40,21 @@ def test_an_epoch_has_every_sample_once_and_can_be_entered_anywhere(
     assert samples_of(again, start, stop) == whole[start:stop]
 
 
+@given(LENGTHS, st.integers(1, 12), st.data())
+@settings(deadline=None)
+def test_blocks_that_have_begun_have_the_rows_that_are_behind_the_position(
+    lengths: list[int], num_streams: int, data: st.DataObject
+) -> None:
+    order = make_order(lengths, num_streams=num_streams)
+    position = data.draw(st.integers(0, order.length))
+    before = {block for block, _ in samples_of(order, 0, position)}
+    left = [(block, row) for block, row in samples_of(order, position, order.length) if block in before]
+    begun = order.begun_blocks(position)
+    assert len(begun) <= order.num_streams
+    assert sorted((block, row) for block, rows in begun.items() for row in rows.tolist()) == sorted(left)
+    assert all(len(rows) for rows in begun.values())
+
+
 @given(LENGTHS, st.lists(st.tuples(st.integers(1, 30), SHARES), min_size=1, max_size=12))
 @settings(deadline=None)
 def test_ranks_and_shares_may_change_at_every_step_and_every_sample_is_used_once(

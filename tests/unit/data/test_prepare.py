@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ronde.comm.world import World
 from ronde.data import open_dataset, preparation
 from ronde.data.preparation import (
     PrepareOptions,
@@ -24,7 +25,7 @@ from ronde.data.preparation import (
     prepare,
 )
 from ronde.data.shards import INDEX_NAME
-from ronde.errors import DataError
+from ronde.errors import DataError, Mismatch
 from tests.conformance.ranks import run_threads
 from tests.unit.data.made_data import write_images
 from tests.unit.data.test_readers import read_all
@@ -204,6 +205,27 @@ def test_prepared_data_are_split_anew_as_a_whole(photos: Path, tmp_path: Path) -
     assert sorted(names) == sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.png"))
 
 
+def test_an_input_is_not_prepared_into_itself(photos: Path, tmp_path: Path) -> None:
+    run_one(input=str(photos), output=str(tmp_path / "out"))
+    before = contents(tmp_path / "out")
+    for output in ("out", "out/again"):
+        for source in (str(tmp_path / "out"), f"file://{tmp_path}/out"):
+            with pytest.raises(AssertionError, match="is in the input"):
+                run_one(input=source, output=str(tmp_path / output), split="a=0.5,b=0.5", force=True)
+    assert contents(tmp_path / "out") == before
+
+
+def test_other_options_on_a_rank_are_an_error_on_all(photos: Path, tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        rule = "class" if world.group.rank else "hash"
+        options = PrepareOptions(input=str(photos), output=str(tmp_path / "out"), by=rule)
+        with pytest.raises(Mismatch, match="rank 0 gave by='hash'; rank 1 gave by='class'"):
+            prepare(options, group=world.group)
+
+    run_threads(2, body)
+    assert not (tmp_path / "out").exists()
+
+
 def test_two_runs_do_not_prepare_the_same_folder_at_a_time(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +249,7 @@ def test_two_runs_do_not_prepare_the_same_folder_at_a_time(
     [
         ({"transform": f"{HERE}:fail"}, "fail failed for sample 'ant/000.png': KeyError: 'no such thing'"),
         ({"transform": f"{HERE}:wrong"}, "returned a int for sample 'ant/000.png'"),
-        ({"transform": f"{HERE}:none"}, "has no attribute 'none'"),
+        ({"transform": f"{HERE}:none"}, "has no none"),
         ({"transform": "nothing"}, "must be module:function"),
         ({"transform_options": {"size": 3}}, "transform_options are for a transform"),
         ({"by": "color"}, "by must be one of hash, class, size"),

@@ -18,13 +18,15 @@ from pyarrow import parquet
 from ronde.comm.world import World
 from ronde.data import Stream, open_dataset
 from ronde.data.order import NUM_STREAMS
-from ronde.data.shards import BlockReader
+from ronde.data.shards import BlockReader, DataIndex, merge_ranges
 from ronde.data.stream import BatchLoader, StepPlan, collate_samples
 from ronde.data.tables import ParquetReader
-from ronde.errors import DataError
+from ronde.errors import DataError, Mismatch
 from ronde.training.sample_sharding import SamplePosition
 from tests.conformance.ranks import run_threads
 from tests.unit.data.made_data import CountingFolder, counting_reader, write_shards
+
+NUM_USED = 330
 
 
 def make_loader(reader: BlockReader, *, num_streams: int = NUM_STREAMS, num_threads: int = 0) -> BatchLoader:
@@ -50,6 +52,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_shards(folder, [400, 0, 37, 263, 500], num_bytes=300)
     return folder
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DataIndex]:
+    """1200 samples of 5 KB in 120 blocks."""
+    folder = tmp_path_factory.mktemp("large")
+    return folder, write_shards(folder, [1200], block_samples=10, num_bytes=5000)
 
 
 # --- what is read --------------------------------------------------------------------------------------------------
@@ -87,18 +96,73 @@ def test_row_groups_of_parquet_are_read_once_and_footers_once_by_each_rank(tmp_p
 
 
 @pytest.mark.parametrize("is_far", [False, True], ids=["local", "far"])
-def test_resuming_in_the_middle_reads_at_most_one_block_of_each_stream_twice(data: Path, is_far: bool) -> None:
-    index = write_shards(data / "again", [1200], num_bytes=300)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_who_goes_on_in_the_middle_reads_less_than_one_block_of_used_samples(
+    large: tuple[Path, DataIndex], size: int, is_far: bool
+) -> None:
+    path, index = large
     block_bytes = max(size for shard in index.splits["train"] for _, size, _ in shard.blocks)
-    total = sum(shard.num_bytes for shard in index.splits["train"])
-    reader, folder = counting_reader(data / "again", index, is_far=is_far)
-    first = make_loader(reader).load(make_plan(0, (1,), global_batch=6))
-    used = [number for _ in range(99) for number in next(first)[1]]
-    rest = make_loader(reader).load(make_plan(0, (1,), consumed=len(used), global_batch=6))
-    used += [number for _, batch in rest for number in batch]
+    used: list[int] = []
+    for _, batch in make_loader(counting_reader(path, index)[0]).load(make_plan(0, (1,), global_batch=15)):
+        used += batch
+        if len(used) == NUM_USED:
+            break
+    num_read = num_ranges = 0
+    for member in range(size):
+        reader, folder = counting_reader(path, index, is_far=is_far)
+        plan = make_plan(member, (1000,) * size, consumed=NUM_USED, global_batch=30)
+        for counts, batch in make_loader(reader).load(plan):
+            used += batch if counts[member] else []
+        num_read += folder.num_bytes
+        num_ranges += folder.num_ranges
     assert sorted(used) == list(range(1200))
-    twice = folder.num_bytes - total
-    assert twice <= (NUM_STREAMS * block_bytes if is_far else NUM_STREAMS * 100)  # locally only headers
+    twice = num_read - (1200 - NUM_USED) * 5000  # with headers, and what a sample has besides its bytes
+    assert twice < block_bytes
+    assert num_ranges <= 60 + 60 * 6  # a header and five samples of each begun block
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_loop_that_is_left_and_begun_again_in_the_process_fetches_nothing_twice(
+    large: tuple[Path, DataIndex], num_threads: int
+) -> None:
+    path, index = large
+    reader, folder = counting_reader(path, index, is_far=True)
+    loader = make_loader(reader, num_threads=num_threads)
+    used: list[int] = []
+    for stop in (330, 360, 720, 1200):
+        for _, batch in loader.load(make_plan(0, (1,), consumed=len(used), global_batch=30)):
+            used += batch
+            if len(used) == stop:
+                break
+    assert sorted(used) == list(range(1200))
+    if not num_threads:  # a thread may have read blocks to their end, ahead of the loop
+        assert folder.num_bytes == sum(size for shard in index.splits["train"] for _, size, _ in shard.blocks)
+    again = [number for _, batch in loader.load(make_plan(0, (1,), consumed=90, global_batch=30)) for number in batch]
+    assert again == used[90:]
+
+
+def test_a_begun_block_of_small_samples_is_fetched_as_one(tmp_path: Path) -> None:
+    index = write_shards(tmp_path, [60_000], block_samples=1000, num_bytes=4)
+    reader, folder = counting_reader(tmp_path, index, is_far=True)
+    batches = make_loader(reader).load(make_plan(0, (1,), consumed=30_000, global_batch=600))
+    for _ in range(3):
+        next(batches)
+    assert folder.num_ranges == 2 * 60  # the header of each, and all that is left
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=40), st.integers(0, 200))
+@settings(deadline=None)
+def test_ranges_are_merged_within_what_may_be_fetched_in_vain(pairs: list[tuple[int, int]], gap_bytes: int) -> None:
+    edges = np.cumsum(np.array(pairs).ravel())
+    starts, ends = edges[::2], edges[1::2]
+    merged = merge_ranges(starts, ends, gap_bytes)
+    held = [set(range(start, start + length)) for start, length in merged]
+    assert sum(len(each) for each in held) == len(set().union(*held))
+    wanted = {byte for start, end in zip(starts.tolist(), ends.tolist(), strict=True) for byte in range(start, end)}
+    assert wanted <= set().union(*held)
+    assert len(set().union(*held) - wanted) <= gap_bytes
+    gaps = sorted(start - end for start, end in zip(starts[1:].tolist(), ends[:-1].tolist(), strict=True))
+    assert len(merged) == 1 or sum(gaps[: len(gaps) - len(merged) + 2]) > gap_bytes  # no fewer would do
 
 
 def test_memory_is_bounded_by_the_blocks_in_use_and_not_by_the_data(tmp_path: Path) -> None:
@@ -243,6 +307,27 @@ def test_a_rank_without_data_of_its_own_is_named_on_all(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert len(set(run_threads(2, body))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 1}, "rank 0 gave seed=0; rank 1 gave seed=1"),
+        ({"global_batch": 6}, "rank 0 gave global_batch=4; rank 1 gave global_batch=6"),
+        ({"share": 2.0}, "rank 0 gave share=None; rank 1 gave share='a number'"),
+        ({"path": "elsewhere"}, "rank 1 gave path='elsewhere'; if each machine has data of its own, give local=True"),
+        ({"path": "elsewhere", "local": True}, "rank 0 gave local=False; rank 1 gave local=True"),
+    ],
+    ids=["seed", "batch", "share", "path", "local"],
+)
+def test_other_settings_on_a_rank_are_an_error_on_all(data: Path, options: dict[str, Any], message: str) -> None:
+    def body(world: World) -> None:
+        given = {"path": data, "global_batch": 4, **(options if world.group.rank else {})}
+        with pytest.raises(Mismatch) as caught:
+            Stream(**given, group=world.group)
+        assert message in str(caught.value)
+
+    run_threads(2, body)
 
 
 def test_data_that_cannot_be_read_are_an_error_on_every_rank(tmp_path: Path) -> None:

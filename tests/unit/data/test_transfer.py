@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,13 +14,14 @@ from typing import Any
 
 import boto3
 import pytest
+import s3fs
 from moto.server import ThreadedMotoServer
 
 from ronde.data import Stream, open_dataset
-from ronde.data.files import LocalFolder
+from ronde.data.files import LocalFolder, open_folder
 from ronde.data.shards import INDEX_NAME, DataIndex, read_index
 from ronde.data.transfer import MARK_NAME, download, take_share, upload, verify
-from ronde.errors import DataError
+from ronde.errors import DataError, Mismatch
 from tests.commands import PROGRAMS, run_command
 from tests.conformance.ranks import run_threads
 from tests.limits import PATIENCE_S
@@ -116,6 +119,64 @@ def test_a_stream_reads_from_an_object_store_through_a_cache(
         one(lambda group: list(Stream("s3://data/stream", global_batch=10, group=group)))
 
 
+def test_who_goes_on_in_the_middle_fetches_less_than_one_block_of_used_samples(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = write_shards(tmp_path / "made", [720], block_samples=12, num_bytes=3000)
+    one(lambda group: upload(str(tmp_path / "made"), "s3://data/middle", group=group))
+    fetched: list[int] = []
+    fetch = s3fs.S3FileSystem._cat_file
+
+    async def count(fs: Any, path: str, **options: Any) -> Any:
+        data = await fetch(fs, path, **options)
+        fetched.append(len(data) if path.endswith(".shard") else 0)
+        return data
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", count)
+
+    def read(group: Any) -> int:
+        stream = Stream("s3://data/middle", global_batch=60, group=group)
+        stream.load_state_dict({**stream.state_dict(), "consumed": 300})
+        return sum(len(batch["number"]) for batch in stream)
+
+    assert one(read) == 420
+    block_bytes = max(size for shard in index.splits["train"] for _, size, _ in shard.blocks)
+    assert 420 * 3000 < sum(fetched) < 420 * 3000 + block_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_makes_connections_of_its_own(s3: Any) -> None:
+    s3.put_object(Bucket="data", Key="forked/x", Body=b"0123456789")
+    folder = open_folder("s3://data/forked")
+    assert folder.open_range("x", 0, 3).read(0, 3) == b"012"
+    context = multiprocessing.get_context("fork")
+    answers, sender = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sender.send(folder.open_range("x", 3, 3).read(0, 3)))
+    child.start()
+    try:
+        assert answers.poll(PATIENCE_S)
+        assert answers.recv() == b"345"
+    finally:
+        child.kill()
+        child.join(PATIENCE_S)
+        child.close()
+        answers.close()
+        sender.close()
+
+
+def test_an_error_names_a_file_that_was_given_by_itself_once(s3: Any) -> None:
+    s3.put_object(Bucket="data", Key="alone.csv", Body=b'a,b\n1,"2\n')
+    with pytest.raises(DataError, match=r"^s3://data/alone.csv ends at byte 9 inside of quotes"):
+        open_dataset("s3://data/alone.csv")
+    s3.put_object(Bucket="data", Key="alone.csv", Body=b"a,b\n1,2\n3\n")
+    with pytest.raises(DataError, match=r"^s3://data/alone.csv: row 2 behind byte 4 has 1 values"):
+        read_all(pickle.loads(pickle.dumps(open_dataset("s3://data/alone.csv"))))
+    reader = open_dataset("s3://data/alone.csv")
+    s3.delete_object(Bucket="data", Key="alone.csv")
+    with pytest.raises(DataError, match=r"^cannot read s3://data/alone.csv: FileNotFoundError"):
+        reader.open(0)
+
+
 def test_a_changed_shard_is_sent_again_and_a_former_index_is_not_left(
     s3: Any, made: tuple[Path, DataIndex], tmp_path: Path
 ) -> None:
@@ -181,12 +242,28 @@ def test_an_index_with_a_name_outside_of_its_folder_writes_nothing(
     assert not list(tmp_path.rglob("evil*"))
 
 
+@pytest.mark.parametrize("transfer", [upload, download])
+def test_data_are_not_transferred_onto_themselves(made: tuple[Path, DataIndex], tmp_path: Path, transfer: Any) -> None:
+    (tmp_path / "link").symlink_to(made[0])
+    with pytest.raises(AssertionError, match="is both the source and the target"):
+        one(lambda group: transfer(str(made[0]), str(tmp_path / "link"), group=group))
+    assert read_index(LocalFolder(made[0])) == made[1]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_share_a_transfer(made: tuple[Path, DataIndex], tmp_path: Path, size: int) -> None:
     results = run_threads(size, lambda world: download(str(made[0]), str(tmp_path / "got"), group=world.group))
     assert sum(result.num_transferred for result in results) == 6
     assert max(result.num_transferred for result in results) < 6
     assert contents(tmp_path / "got") == contents(made[0])
+
+
+def test_other_splits_on_a_rank_are_an_error_on_all(made: tuple[Path, DataIndex], tmp_path: Path) -> None:
+    def body(world: Any) -> None:
+        with pytest.raises(Mismatch, match=r"rank 0 gave splits=\[\]; rank 1 gave splits=\['train'\]"):
+            download(str(made[0]), str(tmp_path / "got"), splits=["train"] * world.group.rank, group=world.group)
+
+    run_threads(2, body)
 
 
 def test_hosts_get_shares_of_about_equal_size_and_together_everything(made: tuple[Path, DataIndex]) -> None:

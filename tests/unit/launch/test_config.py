@@ -194,7 +194,7 @@ def test_a_working_directory_that_was_deleted_is_told(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("num_rank: 4", "unknown key 'num_rank'; did you mean 'num_ranks'?"),
+        ("num_rank: 4", "line 1: unknown key 'num_rank'; did you mean 'num_ranks'?"),
         ("xyzzy: 4", "unknown key 'xyzzy'; `ronde run --help` shows all flags"),
         ("key: 00", "key is not to be chosen: `ronde run` gives it to every rank"),
         ("num_ranks: true", "num_ranks must be a whole number of at least 1, got True"),
@@ -221,6 +221,13 @@ def test_a_wrong_file_is_named_with_the_key(path: Path, text: str, words: str) -
         read_config(str(path))
     assert words in str(caught.value) and str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_only_a_workflow_fills_in_is_not_started(path: Path) -> None:
+    path.write_text("run:\n  command: python train.py {best.lr}")
+    with pytest.raises(ValueError, match="which `ronde workflow` replaces by what the search has found"):
+        make_launch_config({"config": str(path)}, (), {})
+    assert make_launch_config({"config": str(path)}, COMMAND, {}).job.command == COMMAND
 
 
 @pytest.mark.parametrize(

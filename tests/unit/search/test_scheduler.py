@@ -38,9 +38,9 @@ class Made:
             num_trials=trials,
             ask=lambda: self.ask(points),
             tell=self.results.append,
-            judge=lambda number, values: values[max(values)] >= self.prune_from,
+            should_prune=lambda number, values: values[max(values)] >= self.prune_from,
             make_start=lambda planned, attempt: StartTrial(planned.number, attempt, planned.params, 0, True),
-            is_judged=True,
+            has_pruner=True,
             **{"num_ended": 0, "interrupted": (), "retries": 1, **options},
         )
         self.begun = self.scheduler.begin()
@@ -165,6 +165,30 @@ def test_a_group_that_never_starts_is_given_up_and_so_is_the_search_without_grou
     made.scheduler.handle_lost(0, MAX_STARTS, "no such host", 0.0)
     assert made.scheduler.is_done
     assert made.scheduler.failure == "no group of workers can be started; the last: no such host"
+
+
+def test_workers_are_replaced_after_their_trials_and_not_when_no_trial_is_left() -> None:
+    made = Made(trials=3, trials_per_worker=2)
+    made.ready()
+    made.end(101)
+    assert made.end(102) == [StartGroup(0, 2)]
+    assert starts(made.ready(incarnation=2)) == [(0, 103, 1)]
+    assert made.end(103, incarnation=2) == []
+    made = Made(trials=2, trials_per_worker=2)
+    made.ready()
+    made.end(101)
+    assert made.end(102) == [] and made.scheduler.is_done and not made.scheduler.failure
+
+
+def test_a_setup_that_fails_ends_the_search_unless_it_has_worked_in_another_worker() -> None:
+    made = Made()
+    made.scheduler.handle_worker_failed("no images")
+    assert made.scheduler.failure == "the workers cannot begin: no images"
+    made = Made(groups=2)
+    made.ready(group=0)
+    assert made.scheduler.handle_worker_failed("no images") == [ShowMessage("a worker cannot begin: no images")]
+    assert made.scheduler.handle_lost(1, 1, "its workers have exited", 0.0)[-1] == StartGroup(1, 2)
+    assert not made.scheduler.failure
 
 
 @pytest.mark.parametrize("has_success", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -20,6 +21,8 @@ from ronde.search.space import count_points, iterate_points, parse_point, parse_
         ({"low": 0, "high": 1, "type": "float"}, FloatDistribution(0.0, 1.0)),
         ({"low": 0, "high": 1, "step": 0.25}, FloatDistribution(0.0, 1.0, step=0.25)),
         (["relu", None, True, 3], CategoricalDistribution(("relu", None, True, 3))),
+        ([np.int64(3), np.float32(0.5)], CategoricalDistribution((3, 0.5))),
+        ({"low": np.int64(1), "high": np.int64(8)}, IntDistribution(1, 8)),
         (IntDistribution(1, 2), IntDistribution(1, 2)),
     ],
 )
@@ -32,7 +35,9 @@ def test_a_parameter_has_ends_or_choices(written: Any, distribution: object) -> 
     [
         ({}, "at least one parameter"),
         ({"a b": [1]}, "the name of a parameter is a word"),
-        ({"x": 3}, "x: write the choices"),
+        ({"a\0b": [1]}, "the name of a parameter is a word"),
+        ({"x": 3}, "x: write a list of choices"),
+        ({"x": (0.0, 1.0)}, "x: write a list of choices"),  # are these choices, or ends?
         ({"x": []}, "x: there are no choices"),
         ({"x": [[1]]}, "x: a choice is a number"),
         ({"x": [1, 1]}, "x: a choice is there twice"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from ronde.errors import RondeError
 from ronde.search import journal
 from ronde.search.protocol import Outcome
 from ronde.search.results import TrialResult
+from ronde.search.run_search import remove_search
 from ronde.search.space import parse_space, point_key
 from ronde.search.study import JOURNAL_NAME, PlannedTrial, SearchStudy, StudyOptions, check_num_trials
 
@@ -50,7 +52,7 @@ def test_no_point_is_tried_twice_and_a_small_space_ends(tmp_path: Path, sampler:
     study.close()
     assert check_num_trials(space, 20, 0, "tpe") == (
         16,
-        "the space has only 16 points: the search ends after 16 points instead of 20",
+        "the space has only 16 points: the search ends after 16 trials instead of 20",
     )
 
 
@@ -118,7 +120,7 @@ def test_a_journal_that_is_torn_anywhere_goes_on_and_nothing_of_a_lost_attempt_i
             reported: dict[int, float] = {}
             for step in range(1, num_reports + 1):
                 reported[step] = float(num_reports)
-                study.judge(planned.number, reported)
+                study.should_prune(planned.number, reported)
             study.tell(complete(planned, float(num_reports), reported))
         results = study.results()
         study.close()
@@ -148,6 +150,57 @@ def test_only_one_driver_writes_a_journal(tmp_path: Path, monkeypatch: pytest.Mo
     open_study(tmp_path).close()
 
 
+def test_only_a_search_that_does_not_run_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "LOCK_WAIT_S", 0.1)
+    (tmp_path / "output").mkdir()
+    remove_search(tmp_path)
+    assert (tmp_path / "output").exists()  # without a journal it is not that of a search
+    study = open_study(tmp_path)
+    with pytest.raises(RondeError, match="another search is running in"):
+        remove_search(tmp_path)
+    study.close()
+    (tmp_path / "notes.txt").touch()
+    remove_search(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_study_goes_on_only_with_the_same_space_and_objective_unless_nothing_was_tried(tmp_path: Path) -> None:
+    open_study(tmp_path, what="tune:objectiv", direction="maximize").close()
+    study = open_study(tmp_path, what="tune:objective")  # the name was a mistake
+    ask(study)
+    study.close()
+    with pytest.raises(ValueError, match='another objective: "tune:objective"; choose another folder'):
+        open_study(tmp_path, what="tune:other")
+    other = {"x": {"low": 0.0, "high": 2.0}, "kind": ["a", "b"]}
+    with pytest.raises(ValueError, match="another space: x was 0 to 1, and is 0 to 2; choose another folder"):
+        open_study(tmp_path, parse_space(other), what="tune:objective")
+    with pytest.raises(ValueError, match=r"another space: kind was a \| b, and is not there; choose another folder"):
+        open_study(tmp_path, parse_space({"x": {"low": 0.0, "high": 1.0}}), what="tune:objective")
+
+
+def test_a_full_disk_ends_the_search_and_it_goes_on_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = open_study(tmp_path)
+    planned = ask(study)
+
+    def no_space(_fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", no_space)
+        with pytest.raises(RondeError, match=r"cannot write .*journal.log: No space left on device; the search has"):
+            study.tell(complete(planned, 1.0, {0: 2.0, 1: 1.0}))
+    study.close()
+    with (tmp_path / JOURNAL_NAME).open("rb+") as file:  # the disk had room for all but the end of it
+        file.truncate(file.seek(0, os.SEEK_END) - 20)
+    study = open_study(tmp_path)
+    assert study.interrupted() == [planned]
+    study.tell(complete(planned, 1.0, {0: 2.0, 1: 1.0}))
+    assert study.results()[0].reported == {0: 2.0, 1: 1.0}
+    study.close()
+
+
 def test_a_trial_is_written_twice_and_whole(tmp_path: Path) -> None:
     study = open_study(tmp_path)
     before = len((tmp_path / JOURNAL_NAME).read_bytes().splitlines())
@@ -165,10 +218,10 @@ def test_the_median_pruner_knows_only_what_complete_trials_and_this_attempt_have
     for value in (1.0, 2.0):
         study.tell(complete(ask(study), value, {0: value, 1: value}))
     planned = ask(study)
-    assert study.judge(planned.number, {0: 9.0})
+    assert study.should_prune(planned.number, {0: 9.0})
     study.begin_attempt(planned.number)  # its rank was lost: it begins anew
-    assert not study.judge(planned.number, {0: 0.5})
-    assert not study.judge(planned.number, {0: 0.5, 1: 9.0})  # its best value counts
+    assert not study.should_prune(planned.number, {0: 0.5})
+    assert not study.should_prune(planned.number, {0: 0.5, 1: 9.0})  # its best value counts
     study.close()
 
 
@@ -186,7 +239,7 @@ def test_halving_ends_most_trials_early_and_forgets_a_lost_attempt(tmp_path: Pat
             if step == lose_at:  # a rank is lost, and the trial begins anew
                 study.begin_attempt(planned.number)
                 return run(planned, value)
-            if study.judge(planned.number, reported):
+            if study.should_prune(planned.number, reported):
                 break
         study.tell(complete(planned, value, reported))
         return len(reported)

@@ -47,7 +47,7 @@ def test_push_sum_conserves_the_weighted_mean_in_any_order_and_comes_to_it(size:
         else:
             send(schedule.choices(range(size), speeds)[0])
         check()
-    for _ in range(60):  # everybody sends, everything arrives
+    for _ in range(200):  # everybody sends, everything arrives; in the slowest order 20 of them gain a factor of 17
         for rank in range(size):
             send(rank)
         while under_way:

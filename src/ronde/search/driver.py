@@ -1,7 +1,7 @@
 """Carries out a search: owns the study, the groups of workers and their events. Used by run() and `ronde search`.
 
-Everything happens in the thread that calls Tuner.run(); the drivers of groups have threads that only post events. What
-is done about an event is decided by the TrialScheduler.
+Everything happens in the thread that calls SearchDriver.run(); the drivers of groups, which are jobs, have threads
+that only post events. The TrialScheduler decides what is done about an event.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ronde.search.protocol import Outcome, ReportedValue, StartTrial, TrialEnded
 from ronde.search.results import SearchResult, SearchStatus, TrialResult, find_best, format_params
 from ronde.search.scheduler import Action, SendToGroup, ShowMessage, StartGroup, TrialScheduler
 from ronde.search.study import PlannedTrial, SearchStudy
+from ronde.search.trial_output import OUTPUT_FOLDER
 from ronde.search.worker_group import GroupEvent, GroupLost, TrialGroup
 
 STATUS_INTERVAL_S = 0.5
@@ -28,7 +29,7 @@ logger = logging.getLogger("ronde.search")
 MakeGroup = Callable[[int, Callable[[GroupEvent], None]], TrialGroup]
 
 
-class Tuner:
+class SearchDriver:
     """One search. run() it, once."""
 
     def __init__(
@@ -41,17 +42,21 @@ class Tuner:
         num_groups: int,
         ranks_per_group: int,
         retries: int,
+        trials_per_worker: int,
         trial_s: float,
         on_status: Callable[[SearchStatus], None] | None = None,
         note: str = "",
+        is_kept: bool = True,
     ) -> None:
         """`make_group` gets the number of a group and what to post events with. `on_status` is called about twice a
-        second, and whenever a trial has ended. `note` is why there are fewer trials than were asked for."""
+        second, and whenever a trial has ended. `note` is why there are fewer trials than were asked for.
+        `is_kept` is whether the folder is there after the search."""
         self._study = study
         self._folder = folder
         self._num_trials = num_trials
         self._on_status = on_status
         self._note = note
+        self._is_kept = is_kept
         self._events: queue.SimpleQueue[GroupEvent] = queue.SimpleQueue()
         self._groups: Sequence[TrialGroup] = [make_group(index, self._events.put) for index in range(num_groups)]
         self._messages: list[str] = []
@@ -65,10 +70,11 @@ class Tuner:
             interrupted=study.interrupted(),
             ask=study.ask,
             tell=self._tell,
-            judge=study.judge,
+            should_prune=study.should_prune,
             make_start=self._make_start,
-            is_judged=study.options.pruner != "none",
+            has_pruner=study.options.pruner != "none",
             retries=retries,
+            trials_per_worker=trials_per_worker,
             trial_s=trial_s,
             has_success=any(trial.outcome is not Outcome.FAILED for trial in self._ended),
         )
@@ -97,12 +103,14 @@ class Tuner:
                     self._carry_out(scheduler.handle_time(time.monotonic()))
             self._show_status(time.monotonic())
         if scheduler.failure:
-            raise JobFailed(f"{scheduler.failure}; what the trials printed is in {self._folder / 'output'}")
+            printed = f"is in {self._folder / OUTPUT_FOLDER}" if self._is_kept else "is kept with folder='…'"
+            raise JobFailed(f"{scheduler.failure}; what the trials printed {printed}")
         return self._make_result()
 
     def _stop_groups(self) -> None:
+        is_interrupted = bool(self._scheduler.failure) or not self._scheduler.is_done
         for group in self._groups:
-            group.stop()
+            group.stop(now=is_interrupted)
 
     def _make_start(self, planned: PlannedTrial, attempt: int) -> StartTrial:
         self._study.begin_attempt(planned.number)

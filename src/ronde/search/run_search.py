@@ -1,8 +1,10 @@
 """ronde.search.run(), and what `ronde search` has in common with it: SearchOptions, which are also the section `search`
-of a job file, and the way from them to a Tuner and its result."""
+of a job file, and the way from them to a SearchDriver and its result."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import operator
 import os
 import shlex
@@ -12,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -20,6 +22,8 @@ from ronde.launch.agent.cgroup_limits import effective_cpu_count
 from ronde.launch.function import FUNCTION_RANK_COMMAND, make_function_job, pickle_call
 from ronde.launch.job import Job, SshOptions
 from ronde.launch.placement import Host
+from ronde.search.driver import MakeGroup, SearchDriver
+from ronde.search.journal import OPTUNA_LOCK_SUFFIX, lock_journal
 from ronde.search.results import SearchResult, SearchStatus
 from ronde.search.script_group import MetricReader, ScriptGroup
 from ronde.search.space import parse_space
@@ -35,12 +39,11 @@ from ronde.search.study import (
     make_pruner,
 )
 from ronde.search.trial_output import OUTPUT_FOLDER
-from ronde.search.tuner import MakeGroup, Tuner
 from ronde.search.worker import run_worker
 from ronde.search.worker_group import GroupEvent, GroupPlacement, TrialGroup, WorkerGroup, make_group_job, place_groups
 
-OWN_FILES = (JOURNAL_NAME, "trials.csv", "trials.json", "report.html")
-"""What a search writes to its folder, beside the output of trials."""
+TABLES = ("trials.csv", "trials.json", "report.html")
+"""What a search writes to its folder, beside the journal and the output of trials."""
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +76,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seed: int = 0
     retries: int = 2
     """How often a trial is run again after the loss of a rank."""
+    trials_per_worker: int = 0
+    """Workers of an objective are replaced after so many trials, if it leaks memory; 0 for never."""
     trial_s: float = 0.0
     """A trial that takes longer has failed; 0 for no limit."""
     output: str = "search"
@@ -83,9 +88,15 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError("give either `objective`, as in train:objective, or `command`, as in python train.py")
         if self.command and self.setup:
             raise ValueError("`setup` is for an objective; a command starts an interpreter for each trial")
+        if self.command and self.trials_per_worker:
+            raise ValueError("`trials_per_worker` is for an objective; a command starts an interpreter for each trial")
         if not self.command and (self.metric or self.metric_key):
             raise ValueError("`metric` and `metric_key` are for a command; an objective returns its value")
-        for name, minimum in (("ranks_per_trial", 1), ("parallel", 0), ("trials", 0), ("retries", 0), ("trial_s", 0)):
+        for name, allowed in (("direction", Direction), ("sampler", SamplerName), ("pruner", PrunerName)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
+        for name in ("ranks_per_trial", "parallel", "trials", "retries", "trials_per_worker", "trial_s"):
+            minimum = 1 if name == "ranks_per_trial" else 0
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}")
 
@@ -114,6 +125,7 @@ def run(
     pruner_options: Mapping[str, Any] | None = None,
     seed: int = 0,
     retries: int = 2,
+    trials_per_worker: int = 0,
     trial_s: float = 0.0,
     folder: str | os.PathLike[str] | None = None,
     hosts: str | Sequence[Host | str] = "",
@@ -131,13 +143,14 @@ def run(
     of `ranks_per_trial` ranks each run at a time, by default as many as the slots of the hosts, or the cores of this
     machine, allow. Each worker calls `setup` once, and what it returns is the second argument of the objective.
     `points` are tried first. A trial that loses a rank is run again, at most `retries` times; one that takes longer
-    than `trial_s` has failed. With a `folder` the search goes on where a former one has ended or was killed, and what
-    the trials print is kept there. `hosts`, `env`, `ssh`, `python` and settings are as in ronde.run().
-    `on_status` is called about twice a second.
+    than `trial_s` has failed. Workers are replaced after `trials_per_worker` trials, if that is not 0. With a `folder`
+    the search goes on where a former one has ended or was killed, and what the trials print is kept there. `hosts`,
+    `env`, `ssh`, `python` and settings are as in ronde.run(). `on_status` is called about twice a second.
     """
     if not callable(objective):
         raise TypeError(f"run() takes a function, got {type(objective).__name__}")
-    for name, value in (("trials", trials), ("ranks_per_trial", ranks_per_trial), ("retries", retries)):
+    counts = {"trials": trials, "ranks_per_trial": ranks_per_trial, "retries": retries, "parallel": parallel or 0}
+    for name, value in {**counts, "trials_per_worker": trials_per_worker, "seed": seed}.items():
         try:
             operator.index(value)
         except TypeError:
@@ -155,15 +168,24 @@ def run(
         parallel=parallel or 0,
         seed=seed,
         retries=retries,
+        trials_per_worker=trials_per_worker,
         trial_s=trial_s,
     )
-    job = make_function_job(hosts=hosts, env=env, ssh=ssh, python=python, settings=settings)
+    try:
+        job = make_function_job(hosts=hosts, env=env, ssh=ssh, python=python, settings=settings)
+    except TypeError as error:
+        near = [difflib.get_close_matches(name, inspect.signature(run).parameters, n=1) for name in settings]
+        if not any(near):
+            raise
+        raise TypeError(f"{error}; did you mean {next(filter(None, near))[0]}?") from None
     with ExitStack() as opened:
         if folder is None:
             kept = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="ronde-search-")))
         else:
             kept = Path(folder)
-        result = search(options, job, kept, function=objective, setup=setup, on_status=on_status)
+        result = search(
+            options, job, kept, function=objective, setup=setup, on_status=on_status, is_kept=folder is not None
+        )
     return msgspec.structs.replace(result, folder="") if folder is None else result
 
 
@@ -175,9 +197,11 @@ def search(
     function: Callable[..., Any] | None = None,
     setup: Callable[[], Any] | None = None,
     on_status: Callable[[SearchStatus], None] | None = None,
+    is_kept: bool = True,
 ) -> SearchResult:
     """Run a search, or what is left of one, in this folder. `job` has what all groups have in common: hosts, ssh,
-    environment, settings. `function` and `setup` stand in the place of the names in the options."""
+    environment, settings. `function` and `setup` stand in the place of the names in the options. `is_kept` is whether
+    the caller keeps the folder, so that an error may name it."""
     space = parse_space(options.space)
     num_trials, note = check_num_trials(space, options.trials, len(options.points), options.sampler)
     num_groups = choose_num_groups(options, job.hosts, num_trials)
@@ -198,7 +222,7 @@ def search(
     with ExitStack() as opened:
         study = SearchStudy(folder, space, study_options, options.points)
         opened.callback(study.close)
-        tuner = Tuner(
+        driver = SearchDriver(
             study,
             make_group,
             folder=folder,
@@ -206,11 +230,13 @@ def search(
             num_groups=num_groups,
             ranks_per_group=1 if options.command else options.ranks_per_trial,
             retries=options.retries,
+            trials_per_worker=options.trials_per_worker,
             trial_s=options.trial_s,
             on_status=on_status,
             note=note,
+            is_kept=is_kept,
         )
-        result = tuner.run()
+        result = driver.run()
     result.write_tables(folder)
     return result
 
@@ -237,10 +263,15 @@ def choose_num_groups(options: SearchOptions, hosts: Sequence[Host], num_trials:
 
 
 def remove_search(folder: Path) -> None:
-    """Remove what a search has written to this folder, and nothing else."""
-    for name in OWN_FILES:
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / OUTPUT_FOLDER, ignore_errors=True)
+    """Remove what a search has written to this folder, and nothing else. RondeError if one is running there."""
+    journal = folder / JOURNAL_NAME
+    if not journal.exists():
+        return
+    with lock_journal(journal):
+        shutil.rmtree(folder / OUTPUT_FOLDER, ignore_errors=True)
+        locks = [path.name for path in folder.glob(f"{JOURNAL_NAME}{OPTUNA_LOCK_SUFFIX}*")]
+        for name in (*TABLES, *locks, JOURNAL_NAME):  # the journal last: it says that this is a search
+            (folder / name).unlink(missing_ok=True)
 
 
 def _make_worker_groups(
