@@ -112,6 +112,7 @@ def _make_options(given: dict[str, Any], job_file: str) -> PredictOptions:
 
 def _predict(options: PredictOptions, job_file: str, *, as_json: bool) -> int:
     from ronde.comm.launchers import detect_launcher
+    from ronde.launch.config import host_flags
     from ronde.launch.named_functions import search_modules_beside
     from ronde.predict.plan import name_output
     from ronde.predict.worker import PredictWorker
@@ -136,11 +137,12 @@ def _predict(options: PredictOptions, job_file: str, *, as_json: bool) -> int:
         options = msgspec.structs.replace(options, force=False)
     manifest: PredictManifest | None
     exit_code, line = 0, ProgressLine()
+    flags = host_flags(options, job_file)
     with contextlib.closing(worker.output):
-        if options.num_ranks in (None, 1) and not options.hosts and not options.hostfile:
+        if options.num_ranks in (None, 1) and flags.keys().isdisjoint(("hosts", "hostfile", "env")):
             manifest = worker.run(line)
         else:
-            exit_code, manifest = _run_ranks(options, job_file, worker, line)
+            exit_code, manifest = _run_ranks(options, flags, worker, line)
     if manifest is None:
         return exit_code or 1
     _print_result(options, manifest, worker.plan.names, time.monotonic() - started, as_json=as_json)
@@ -148,13 +150,13 @@ def _predict(options: PredictOptions, job_file: str, *, as_json: bool) -> int:
 
 
 def _run_ranks(
-    options: PredictOptions, job_file: str, worker: PredictWorker, line: ProgressLine
+    options: PredictOptions, flags: dict[str, Any], worker: PredictWorker, line: ProgressLine
 ) -> tuple[int, PredictManifest | None]:
-    """Start the ranks of an elastic job: those that die are started again, and the others go on. Returns the exit code,
-    and the manifest if all is done."""
+    """Start the ranks of an elastic job, where these flags say: those that die are started again, and the others go on.
+    Returns the exit code, and the manifest if all is done."""
     from dataclasses import replace
 
-    from ronde.launch.config import host_flags, make_launch_config
+    from ronde.launch.config import make_launch_config
     from ronde.launch.driver.driver import Driver
     from ronde.launch.function import FUNCTION_RANK_COMMAND, pickle_call
     from ronde.launch.output.printer import open_standard_printer
@@ -162,11 +164,11 @@ def _run_ranks(
     complete = worker.output.read_complete()
     if complete is not None:
         return 0, complete
-    worker.output.begin()  # what is wrong is said here, once
-    flags = {**host_flags(options, job_file), "min_np": 1, "cooldown": COOLDOWN_S}
+    flags = {**flags, "min_np": 1, "cooldown": COOLDOWN_S}
     if options.num_ranks is not None:
         flags["num_ranks"] = options.num_ranks
     job = make_launch_config(flags, FUNCTION_RANK_COMMAND).job
+    worker.output.begin()  # what is wrong is said here, once
     job = replace(job, pickled_call=pickle_call(_run_rank, (options,), {}))
     ended = threading.Event()
     with contextlib.closing(open_standard_printer(job.num_ranks)) as printer:

@@ -14,7 +14,8 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,10 +33,15 @@ from ronde.predict.plan import (
     name_output,
 )
 from ronde.predict.rows import join_parts
+from ronde.types import Deadline
 
 MAX_MANIFEST_BYTES = 1 << 30
 WORKING_BYTE = 1 << 40
 """Of the file of claims, behind those of all parts: every process at work holds a lock on it."""
+BEGIN_BYTE = WORKING_BYTE + 1
+"""Held by the process that compares or writes the plan."""
+BEGIN_S = 30.0
+"""How long that may take."""
 
 
 class OutputFolder:
@@ -61,10 +67,37 @@ class OutputFolder:
 
     def begin(self) -> None:
         """Write down what the work depends on, or compare it. DataError if it has changed. Every rank calls it."""
+        if self._local is None:
+            self._agree_on_plan()
+            return
+        with self._one_at_a_time():  # ranks with different settings may begin at the same moment
+            self._agree_on_plan()
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.lockf(self._open_claims(), fcntl.LOCK_SH | fcntl.LOCK_NB, 1, WORKING_BYTE)
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """DataError if another process takes too long."""
+        deadline = Deadline(BEGIN_S)
+        while True:
+            try:
+                fcntl.lockf(self._open_claims(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, BEGIN_BYTE)
+                break
+            except (BlockingIOError, PermissionError):
+                if deadline.expired:
+                    raise DataError(f"another process holds {self._local}/claims; is it stopped?") from None
+                time.sleep(0.01)
+            except OSError:  # a file system without locks, or a folder that cannot be written: that is said later
+                break
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self._open_claims(), fcntl.LOCK_UN, 1, BEGIN_BYTE)
+
+    def _agree_on_plan(self) -> None:
         name = f"{self.plan.names.work}/plan.json"
         data = msgspec.json.encode(self.plan)
-        if self._local is not None:
-            self._announce()
         try:
             found = read_file(self._folder, name, limit_bytes=MAX_MANIFEST_BYTES)
         except (DataError, FileNotFoundError):
@@ -90,18 +123,12 @@ class OutputFolder:
         if any(path.name.startswith("part-") for folder in folders for path in folder.iterdir()):
             return False
         try:
-            fcntl.lockf(self._open_claims(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._open_claims(), fcntl.LOCK_EX | fcntl.LOCK_NB, WORKING_BYTE + 1)
         except OSError:  # another process is at work, or there are no locks
             return False
         self._folder.write(name, data)
-        self._announce()  # in place of that lock
+        fcntl.lockf(self._open_claims(), fcntl.LOCK_UN, WORKING_BYTE + 1)
         return True
-
-    def _announce(self) -> None:
-        """Tell others that this process is at work, as long as it lives."""
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.lockf(self._open_claims(), fcntl.LOCK_UN)
-            fcntl.lockf(self._open_claims(), fcntl.LOCK_SH | fcntl.LOCK_NB, 1, WORKING_BYTE)
 
     def _open_claims(self) -> int:
         assert self._local is not None

@@ -40,6 +40,8 @@ from ronde.serve.replica_messages import (
 from ronde.serve.serving_metrics import ServingMetrics
 from ronde.text import format_count
 
+TIMER_S = 0.001
+"""Timers of uvloop count so long, and round."""
 SWEEP_S = 0.05
 """How often it is looked for requests and replicas whose time is over."""
 RATE_WINDOW = 256
@@ -336,17 +338,15 @@ class Dispatcher:
     def _pump(self) -> None:
         self._pump_scheduled = False
         now_s = time.monotonic()
-        for batch in self._batcher.take_batches(now_s):
+        # What is due within half of TIMER_S is due: a timer for it would be called again and again until then.
+        for batch in self._batcher.take_batches(now_s + TIMER_S / 2):
             self._send_batch(batch, now_s)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         due_s = self._batcher.due_s() if self._batcher.num_waiting else math.inf
         if due_s < math.inf:
-            # Timers of uvloop count milliseconds, and one of less than half of one is no timer: it would be called
-            # again and again until the time has come.
-            delay_s = max(0.001, math.ceil(1000 * (due_s - now_s)) / 1000)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._pump)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now_s), self._pump)
 
     def _send_batch(self, batch: Batch[PendingPrediction], now_s: float) -> None:
         assert self._model is not None

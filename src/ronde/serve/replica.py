@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import shutil
 import signal
 import sys
@@ -215,10 +214,6 @@ def run_replica(options: ReplicaOptions) -> None:
     settings = Settings.load()
     logging.basicConfig(format="%(message)s")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    with contextlib.suppress(OSError):  # a container may forbid it
-        # A replica that is woken by a batch does not take the processor from the front, which may have requests of
-        # others to read; its share of the processor stays the same.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     connection, is_local = _connect(options, settings)
     with contextlib.closing(connection), contextlib.ExitStack() as opened:
         _ReplicaProcess(connection, options, opened, is_local=is_local).run()

@@ -123,6 +123,42 @@ input()
     assert [row["row"] for row in read_rows(options.output)] == list(range(20))
 
 
+def test_of_processes_that_begin_together_with_different_settings_one_goes_on(
+    tmp_path: Path, options: PredictOptions
+) -> None:
+    write_csv(tmp_path / "in.csv", 20)
+    code = """
+import sys
+from ronde.errors import DataError
+from ronde.predict.output import OutputFolder
+from ronde.predict.plan import make_plan, PredictOptions
+output = OutputFolder(make_plan(PredictOptions(**eval(sys.argv[1])))[0])
+print("here", flush=True)
+input()
+try:
+    output.begin()
+    print("begun", flush=True)
+except DataError as error:
+    print(error, flush=True)
+input()
+"""
+    others = []
+    for batch_size in (1, 2, 3):
+        given = repr(msgspec.to_builtins(msgspec.structs.replace(options, batch_size=batch_size)))
+        command = [sys.executable, "-c", code, given]
+        others.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1))
+    for other in others:
+        assert other.stdout is not None and other.stdout.readline() == "here\n"
+    for other in others:
+        assert other.stdin is not None
+        other.stdin.write("\n")
+    found = [other.stdout.readline() for other in others if other.stdout is not None]
+    for other in others:
+        other.communicate("\n", timeout=PATIENCE_S)
+    assert found.count("begun\n") == 1
+    assert sum("the settings changed since" in line for line in found) == 2
+
+
 def test_a_finished_run_is_not_done_again_and_a_changed_one_is_refused(tmp_path: Path, options: PredictOptions) -> None:
     write_csv(tmp_path / "in.csv", 20)
     predict(options)
