@@ -191,7 +191,7 @@ class BatchLoader:
         self.num_samples = int(reader.table.lengths.sum())
         self.num_streams = num_streams
         self._seed = seed
-        self._shuffle = shuffle
+        self.shuffle = shuffle
         self._transform = transform
         self._collate = collate
         self._num_threads = num_threads
@@ -219,7 +219,7 @@ class BatchLoader:
             self.reader.table.lengths,
             seed=self._seed,
             epoch=plan.position.epoch,
-            shuffle=self._shuffle,
+            shuffle=self.shuffle,
             num_streams=self.num_streams,
         )
         blocks = self._open_blocks(order, plan.first_sample(order, skip=skip), plan.position.epoch, num_threads)

@@ -15,6 +15,7 @@ Where an epoch begins is told to workers through shared memory, so they may live
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,8 +28,10 @@ from ronde.data.stream import StepPlan
 from ronde.training.sample_sharding import TAIL_POLICIES, SamplePosition
 
 MAX_RANKS = 1 << 16
-NUM_FACTS = 7
+NUM_FACTS = 8
 """Numbers of a plan in shared memory, before the shares of the ranks."""
+NUM_LOOPS_INDEX = 7
+"""Of them, the one that counts the loops over the plan."""
 
 
 class StreamDataset(torch.utils.data.IterableDataset[Any]):
@@ -58,7 +61,7 @@ class StreamDataset(torch.utils.data.IterableDataset[Any]):
         if len(plan.shares) > len(self._shared) - NUM_FACTS:
             raise ValueError(f"the job has grown to {len(plan.shares)} ranks; make a new StreamDataset")
         facts = [*plan.position, plan.global_batch, TAIL_POLICIES.index(plan.ends), plan.member, plan.is_local]
-        numbers = torch.tensor([*facts, len(plan.shares), *plan.shares], dtype=torch.int64)
+        numbers = torch.tensor([*facts, len(plan.shares), 0, *plan.shares], dtype=torch.int64)
         self._shared[: len(numbers)] = numbers
 
     def __iter__(self) -> Iterator[Any]:
@@ -76,6 +79,8 @@ class StreamDataset(torch.utils.data.IterableDataset[Any]):
                 shares=plan.shares,
                 is_local=plan.is_local,
             )
+        elif first == 0:
+            self._count_loop()
         self._start, self._next_batch = plan.position, skip
         options: dict[str, Any] = {"num_threads": 0, "stack": stack_in_shared_memory} if worker else {}
         loaded = self._loader.load(plan, first=first, stride=stride, skip=skip, **options)
@@ -94,8 +99,17 @@ class StreamDataset(torch.utils.data.IterableDataset[Any]):
         """Let the next iteration of this process go on there, with equally many workers."""
         self._resume = SamplePosition(int(state["epoch"]), int(state["consumed"])), int(state["next_batch"])
 
+    def _count_loop(self) -> None:
+        self._shared[NUM_LOOPS_INDEX] += 1
+        if self._shared[NUM_LOOPS_INDEX] == 2 and self._loader.shuffle:
+            warnings.warn(
+                "this loop over a DataLoader has the same batches in the same order as the one before, and its stream "
+                "does not count them: loop over stream.track(loader), which begins the next epoch",
+                stacklevel=1,
+            )
+
     def _read_plan(self) -> StepPlan:
-        epoch, consumed, global_batch, ends, member, is_local, size = self._shared[:NUM_FACTS].tolist()
+        epoch, consumed, global_batch, ends, member, is_local, size, _ = self._shared[:NUM_FACTS].tolist()
         return StepPlan(
             position=SamplePosition(epoch, consumed),
             global_batch=global_batch,

@@ -122,6 +122,19 @@ def test_the_protocol_of_stateful_data_loader_continues(data: Path, num_batches:
     run_threads(1, body)
 
 
+def test_who_loops_over_the_loader_itself_again_is_warned(data: Path) -> None:
+    def body(world: Any) -> None:
+        stream = make(data, world.group)
+        loader = make_loader(StreamDataset(stream), 0)
+        first = numbers(loader)
+        with pytest.warns(UserWarning, match=r"same batches .* loop over stream\.track\(loader\)"):
+            assert numbers(loader) == first
+        assert numbers(stream.track(loader)) == first  # nothing was counted
+        assert numbers(stream.track(loader)) != first
+
+    run_threads(1, body)
+
+
 def test_mistakes_are_refused(data: Path) -> None:
     def body(world: Any) -> None:
         stream = make(data, world.group)
