@@ -569,3 +569,10 @@ class SshHosts(NetworkHosts):
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended with the one before
                 if process.name().startswith("sshd"):
                     process.kill()
+
+
+def read_worker_results(folder: Path) -> dict[int, dict[str, Any]]:
+    """What the workers of an elastic job have written, by their numbers. `sizes` are those of the rounds in which a
+    worker has trained: one that came when the others had finished has none, and is left out."""
+    written = {int(file.stem.partition("-")[2]): json.loads(file.read_text()) for file in folder.glob("worker-*.json")}
+    return {worker: result for worker, result in written.items() if result["sizes"]}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.commands import ROOT, run_command
+from tests.jobs.kit import read_worker_results
 from tests.limits import LONG_S, LONG_TEST_S, OPERATION_S
 from tests.services import needs
 
@@ -27,7 +28,7 @@ pytestmark = [
 
 
 def train(folder: Path, module: str, faults: dict[str, str], *words: str, **env: str) -> dict[int, dict[str, Any]]:
-    """Run a script to its end; what its workers report that were not killed."""
+    """Run a script to its end; what its workers report that have trained and were not killed."""
     variables = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
@@ -40,7 +41,7 @@ def train(folder: Path, module: str, faults: dict[str, str], *words: str, **env:
     command: list[str | Path] = [*RUN, PYTHON, "-m", f"tests.jobs.scripts.{module}", folder, *words]
     done = run_command(command, env=variables, limit_s=2 * LONG_S)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return {int(file.stem.partition("-")[2]): json.loads(file.read_text()) for file in folder.glob("worker-*.json")}
+    return read_worker_results(folder)
 
 
 def wait_at(place: str) -> dict[str, str]:

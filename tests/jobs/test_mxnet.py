@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.commands import ROOT, output_of, run_command
+from tests.jobs.kit import read_worker_results
 from tests.limits import LONG_S, LONG_TEST_S, OPERATION_S, promised_s
 from tests.services import needs
 
@@ -105,7 +106,7 @@ def test_elastic_training_uses_every_sample_once_although_workers_are_killed(ops
         limit_s=LONG_S,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    results = [json.loads(file.read_text()) for file in tmp_path.glob("worker-*.json")]
+    results = list(read_worker_results(tmp_path).values())
     assert len(results) >= 2
     for result in results:
         assert result["counts"] == [3.0] and result["others"] == [30], results
